@@ -1,8 +1,7 @@
 """Small trainings for tests: data, schema and a model, tiered or resident, in a few lines."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -170,30 +169,6 @@ def train(
     model, optimizer = registered(cache, case, seed, **more)
     run(cache, case, model, optimizer, epochs=epochs, each_batch=each_batch)
     return model
-
-
-def train_store(
-    store: tc.Store | Path, passes: tc.PassDataset, case: Case, *, epochs: int | None = None, seed: int = 1,
-    each_batch: Callable[[int, int], object] = lambda pass_index, batch: None, **options: Any,
-) -> Net:  # fmt: skip
-    """Train ``case`` on a cache that is opened for it with ``options``, and closed."""
-    with tiered(store, passes, **options) as cache:
-        return train(cache, case, epochs=epochs, seed=seed, each_batch=each_batch)
-
-
-def descend(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Do what follows forward in most loops."""
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@contextmanager
-def first_pass(cache: Any) -> Iterator[Any]:
-    """Yield the first pass of an epoch, and leave the loop."""
-    loop = cache.passes(epochs=1)
-    yield next(loop)
-    loop.close()
 
 
 def registered(cache: Any, case: Case, seed: int = 1, **more: Any) -> tuple[Net, torch.optim.Optimizer]:

@@ -5,6 +5,7 @@ accumulation, two optimizers, batches fetched ahead. The rows are out of core: t
 in the middle the training process is killed; another one resumes from its last commit.
 """
 
+import copy
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 import tiercache as tc
 from tests.crash.told import finish, start
 from tests.dist.pool import RanksPool
+from tests.train.cases import tiered
 from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.dist.communicator import AnyCommunicator
@@ -241,7 +243,6 @@ def torch_batch(part: RawBatch) -> tuple[Any, ...]:
     for one in part.features.values():
         offsets = np.arange(part.dense.shape[0]) if one.offsets is None else one.offsets[:-1]
         bags.append((torch.from_numpy(one.keys), torch.from_numpy(offsets)))
-    assert part.label is not None
     return torch.from_numpy(part.dense), bags, torch.from_numpy(part.label), 1.0
 
 
@@ -254,7 +255,6 @@ def ours(optimizer: str, folder: Path, passes: tc.PassDataset, name: str) -> Sid
     assert finish(start(killed, optimizer, folder, name)) == -signal.SIGKILL
     losses = {int(step): loss for step, loss in json.loads(folder.with_suffix(".json").read_text()).items()}
     with tc.Store.open(folder, tables=passes.tables) as store:
-        assert store.commit is not None
         side = ours_until(optimizer, store, passes, LOOPS[name], losses, None)
         side.rows = rows_of(store)
     return side
@@ -346,8 +346,45 @@ def test_a_loop_gives_the_numbers_of_torch(tmp_path: Path, name: str, optimizer:
     passes = write_dataset(tmp_path / "passes", schema_of(optimizer), data)
     reference = theirs(optimizer, data, LOOPS[name])
     side = ours(optimizer, tmp_path / "model.tc", passes, name)
-    assert isinstance(side.model, DLRM)
     compare(side.losses, side.model.dense_parameters(), side.rows, reference)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+def test_a_converted_model_gives_the_numbers_of_the_model_that_it_was(tmp_path: Path, optimizer: str) -> None:
+    data, names = samples(), [f"f{t}" for t in range(TABLES)]
+    passes = write_dataset(tmp_path / "passes", schema_of(optimizer), data)
+    torch.manual_seed(3)
+    tables: list[nn.Module] = [nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=name == "f3") for name in names]
+    for one in tables:
+        nn.init.uniform_(one.weight, -0.2, 0.2)  # type: ignore[arg-type]
+    torch.manual_seed(1)
+    begin = DLRM(tables)
+    plain = copy.deepcopy(begin)
+    plain.tables[3].sparse = False
+    reference = train_in_memory(plain, optimizer, LOOPS["plain"], data)
+    losses: dict[int, float] = {}
+    for stop in (PASSES * EPOCHS // 2, None):
+        torch.manual_seed(1)
+        empty = DLRM([nn.EmbeddingBag(ROWS, DIM, mode="sum", device="meta") for _ in names])
+        model = tc.convert(copy.deepcopy(begin) if stop else empty, passes, {"tables": names})
+        given = {"model": model, "optimizer": make_optimizer(optimizer, model.parameters()), "device": "cpu"}
+        budget = row_bytes(optimizer) // 4
+        with tiered(tmp_path / "model.tc", passes, **given, device_budget=budget) as cache:
+            assert not any(one.weights for one in model.tables)
+            side = Side(LOOPS["plain"], model, [cache.optimizer], cache.clip_grad_norm_, cache.register, losses)
+            for p in cache.passes(epochs=EPOCHS):
+                if p.index == stop:
+                    break
+                side.run(numbered(p, p.batches(BATCH)))
+    with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
+        compare(losses, model.dense_parameters(), rows_of(store), reference)
+        back = tc.to_torch(model, store)
+    part = data[0].slice(0, 20)
+    dense, bags, *_ = torch_batch(part)
+    with torch.no_grad():
+        torch.testing.assert_close(back(dense, bags), reference.model(dense, bags), atol=1e-5, rtol=1e-5)
+    assert isinstance(model.tables[0], tc.EmbeddingBag)
 
 
 @pytest.mark.sampled(1)
@@ -372,7 +409,6 @@ def test_two_ranks_give_the_numbers_of_torch(ranks_pool: RanksPool, tmp_path: Pa
 
 
 def compare(losses: dict[int, float], dense: Sequence[torch.Tensor], rows: list[Any], reference: Side) -> None:
-    assert isinstance(reference.model, DLRM)
     assert len(reference.losses) == len(losses) == STEPS
     np.testing.assert_allclose([losses[s] for s in range(STEPS)], [reference.losses[s] for s in range(STEPS)],
                                atol=1e-5, rtol=1e-5)  # fmt: skip

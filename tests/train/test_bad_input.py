@@ -27,8 +27,8 @@ from tests.train.cases import (
     table,
     tiered,
     train,
-    train_store,
 )
+from tests.train.loops import train_store
 from tiercache.errors import BudgetError, DatasetError, StateError
 
 CASE = Case(
@@ -58,10 +58,10 @@ def store(tmp_path: Path, trained: Path) -> Iterator[tc.Store]:
 
 
 @contextlib.contextmanager
-def one_sentence(kind: type[Exception] | tuple[type[Exception], ...], *words: str) -> Iterator[None]:
+def one_sentence(kind: type[Exception] | tuple[type[Exception], ...], *words: str) -> Iterator[Any]:
     """Expect a one-line error that contains all of ``words``."""
     with pytest.raises(kind) as caught:
-        yield
+        yield caught
     text = str(caught.value)
     assert "\n" not in text
     for word in words:

@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import default_collate
 
 import tiercache as tc
-from tests.train.cases import first_pass, tiered
+from tests.train.cases import tiered
+from tests.train.loops import first_pass
 from tests.train.recorded import TAGS, Clicks, Net, call, converted, loader, opened, record, torch_step
 from tests.train.test_bad_input import one_sentence
 from tiercache.data.raw_batch import OOV_KEY

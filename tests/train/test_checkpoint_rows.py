@@ -18,7 +18,8 @@ import tiercache as tc
 from tests.crash.told import finish, start
 from tests.dist.pool import RanksPool
 from tests.store.checkpoints import DIM, ROWS, TENSOR, save, weights
-from tests.train.cases import descend, tiered
+from tests.train.cases import tiered
+from tests.train.loops import descend
 from tiercache.dist.communicator import AnyCommunicator
 from tiercache.store import CheckpointError
 

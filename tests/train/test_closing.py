@@ -20,7 +20,6 @@ from tests.train.cases import (
     SPECS,
     Case,
     change_reads,
-    first_pass,
     gone_from,
     open_store,
     registered,
@@ -30,6 +29,7 @@ from tests.train.cases import (
     train,
 )
 from tests.train.devices import DEVICE, DEVICES, shim
+from tests.train.loops import first_pass
 from tests.train.raw import batch_arguments, key_sets
 from tests.train.shim_gpu import ShimRuntime
 from tests.train.test_bad_input import one_sentence

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import tiercache as tc
-from tests.train.cases import SPECS, Case, assert_same_bits, descend, first_pass, result_of_resident, table
+from tests.train.cases import SPECS, Case, assert_same_bits, result_of_resident, table
 from tests.train.devices import DEVICES
+from tests.train.loops import descend, first_pass
 from tiercache.train import lookup_ops
 
 CASE = Case(tables=(table("a", 4), table("b", 6)), specs=SPECS, num_samples=70, pass_rows=35)

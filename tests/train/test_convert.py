@@ -14,82 +14,20 @@ from torch.optim.swa_utils import AveragedModel
 import tiercache as tc
 from tests.dist.pool import RanksPool
 from tests.train.cases import table, tiered
-from tests.train.test_adoption import (
-    BATCH,
-    DIM,
-    DLRM,
-    EPOCHS,
-    LOOPS,
-    PASSES,
-    ROWS,
-    TABLES,
-    Side,
-    compare,
-    make_optimizer,
-    numbered,
-    row_bytes,
-    rows_of,
-    samples,
-    schema_of,
-    torch_batch,
-    train_in_memory,
-)
+from tests.train.loops import descend
+from tests.train.test_bad_input import one_sentence
 from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.dist.communicator import AnyCommunicator
 from tiercache.errors import StateError
 
-NAMES = [f"f{t}" for t in range(TABLES)]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
-def test_a_converted_model_gives_the_numbers_of_the_model_that_it_was(tmp_path: Path, optimizer: str) -> None:
-    data = samples()
-    passes = write_dataset(tmp_path / "passes", schema_of(optimizer), data)
-    torch.manual_seed(3)
-    tables: list[nn.Module] = [nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=name == "f3") for name in NAMES]
-    for one in tables:
-        nn.init.uniform_(one.weight, -0.2, 0.2)  # type: ignore[arg-type]
-    torch.manual_seed(1)
-    begin = DLRM(tables)
-    plain = copy.deepcopy(begin)
-    plain.tables[3].sparse = False
-    reference = train_in_memory(plain, optimizer, LOOPS["plain"], data)
-    losses: dict[int, float] = {}
-    for stop in (PASSES * EPOCHS // 2, None):
-        torch.manual_seed(1)
-        empty = DLRM([nn.EmbeddingBag(ROWS, DIM, mode="sum", device="meta") for _ in NAMES])
-        model = tc.convert(copy.deepcopy(begin) if stop else empty, passes, {"tables": NAMES})
-        assert isinstance(model, DLRM)
-        trainer = make_optimizer(optimizer, model.parameters())
-        budget = row_bytes(optimizer) // 4
-        with tiered(tmp_path / "model.tc", passes, model=model, optimizer=trainer, device_budget=budget) as cache:
-            assert not any(one.weights for one in model.tables)
-            side = Side(LOOPS["plain"], model, [cache.optimizer], cache.clip_grad_norm_, cache.register, losses)
-            for p in cache.passes(epochs=EPOCHS):
-                if p.index == stop:
-                    break
-                side.run(numbered(p, p.batches(BATCH)))
-    with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
-        compare(losses, model.dense_parameters(), rows_of(store), reference)
-        back = tc.to_torch(model, store)
-    part = data[0].slice(0, 20)
-    dense, bags, *_ = torch_batch(part)
-    with torch.no_grad():
-        torch.testing.assert_close(back(dense, bags), reference.model(dense, bags), atol=1e-5, rtol=1e-5)
-    assert isinstance(model.tables[0], tc.EmbeddingBag)
-
-
 SCHEMA = tc.Schema(
     features=(
-        tc.Feature(name="user"),
-        tc.Feature(name="item"),
-        tc.Feature(name="seen", table="item", hotness="ragged"),
+        tc.Feature(name="user"), tc.Feature(name="item"), tc.Feature(name="seen", table="item", hotness="ragged"),
     ),
     tables=tuple(table(name, 4, tc.optim.SGD(learning_rate=0.1), tc.init.Zeros()) for name in ("user", "item")),
     label="y",
-)
+)  # fmt: skip
 
 
 class Small(nn.Module):
@@ -146,8 +84,8 @@ def test_what_cannot_be_converted_is_a_sentence(change: Any, features: dict[str,
 
 def test_weights_go_to_the_cache_that_makes_the_store(tmp_path: Path) -> None:
     keys = {"user": np.array([1, 2]), "item": np.array([3, 19]), "seen": (np.array([4]), np.array([0, 1, 1]))}
-    tc.write_key_sets(tmp_path / "passes", SCHEMA, [{"user": np.array([1, 2]), "item": np.array([3, 4, 19])}])
-    data, model = tc.PassDataset.open(tmp_path / "passes"), Small(mode="sum")
+    data = tc.write_key_sets(tmp_path / "passes", SCHEMA, [{"user": [1, 2], "item": [3, 4, 19]}])
+    model = Small(mode="sum")
     user, items = model.user_emb.weight.data.clone(), model.items.weight.data.clone()
     tc.convert(model, data, {"items": ["item", "seen"]})
     words = r"a converted model has rows .* pass it to TierCache\(model=...\)"
@@ -157,7 +95,10 @@ def test_weights_go_to_the_cache_that_makes_the_store(tmp_path: Path) -> None:
         for p in cache.passes(epochs=1):
             batch = p.batch(keys)
             assert torch.equal(model.user_emb(batch.features["user"]), user[[1, 2]])
-            assert torch.equal(model.items(batch.features["item"]), items[[3, 19]])
+            for offsets in ((), (None,)):  # as models call bags of one key each
+                assert torch.equal(
+                    model.items(batch.features["item"], *offsets, per_sample_weights=None), items[[3, 19]]
+                )
             assert torch.equal(model.same(batch.features["seen"]), torch.stack([items[4], torch.zeros(4)]))
             with pytest.raises(TypeError, match="a batch, which has several"):
                 model.items(batch)
@@ -187,21 +128,16 @@ def test_weights_go_to_the_cache_that_makes_the_store(tmp_path: Path) -> None:
         ([-1, 2], "such as -1"), ([10, 11, 12], "3 other keys"), ([9, -(1 << 62)], "1 other keys"),
     ],
 )  # fmt: skip
-def test_keys_that_a_converted_module_had_no_row_for_are_refused(
-    tmp_path: Path, keys: list[int], said: str | None
-) -> None:
+def test_keys_that_a_module_had_no_row_for_are_refused(tmp_path: Path, keys: list[int], said: str | None) -> None:
     sets = [{"user": np.arange(10), "item": np.arange(3)}, {"user": keys}]
     data = tc.write_key_sets(tmp_path / "p", SCHEMA, sets)
     model = tc.convert(Small(mode="sum"), data, {"items": "item"})
     if said is None:
         tiered(tmp_path / "m.tc", data, model=model).close()
         return
-    with pytest.raises(
-        tc.errors.DatasetError, match=r"such as -?\d+, for which torch would raise IndexError"
-    ) as caught:
+    told = f"table 'user' has 10 rows (num_embeddings), and sub-dataset 1 of {data.path} has "
+    with one_sentence(tc.errors.DatasetError, told, said, "for which torch would raise IndexError"):
         tiered(tmp_path / "m.tc", data, model=model)
-    assert f"table 'user' has 10 rows (num_embeddings), and sub-dataset 1 of {data.path} has " in str(caught.value)
-    assert said in str(caught.value)
     assert not (tmp_path / "m.tc").exists()
     opened = tc.write_key_sets(tmp_path / "opened", replace(SCHEMA, open_tables=("user",)), sets)
     free = tc.convert(Small(mode="sum"), opened, {"items": "item"})
@@ -247,14 +183,10 @@ def test_padding_is_zeros_and_is_not_trained(tmp_path: Path, mode: str, by: str)
         for p in cache.passes(epochs=4):
             whole = {"words": words, "bag": (bag, offsets)}
             for batch in [p.batch(whole)] if by == "raw keys" else p.batches(12):
-                mine = ours(batch.features["words"], batch.features["bag"])
-                other = theirs(*given)
+                mine, other = ours(batch.features["words"], batch.features["bag"]), theirs(*given)
                 torch.testing.assert_close(mine, other)
-                mine.square().sum().backward()
-                other.square().sum().backward()
-                cache.optimizer.step()
-                optimizer.step()
-                optimizer.zero_grad()
+                descend(mine.square().sum(), cache.optimizer)
+                descend(other.square().sum(), optimizer)
         (batch,) = next(iter(cache.evaluate(data))).batches(12)
         torch.testing.assert_close(ours(batch.features["words"], batch.features["bag"]), theirs(*given))
         for name in ("words", "bag"):
@@ -268,54 +200,6 @@ def test_padding_is_zeros_and_is_not_trained(tmp_path: Path, mode: str, by: str)
         several = [torch.from_numpy(one) for one in batches]
         torch.testing.assert_close(served.bag(*several), theirs.bag(*several))
         torch.testing.assert_close(served.words(several[0]), theirs.words(several[0]))
-
-
-class Published(nn.Module):
-    """The layout that facebookresearch/dlrm has: a list of sparse bags, each given its ids and offsets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb_l = nn.ModuleList(nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True) for _ in NAMES)
-        self.bot_l = nn.Sequential(nn.Linear(4, DIM), nn.ReLU())
-        self.top_l = nn.Sequential(nn.Linear(DIM + TABLES * (TABLES + 1) // 2, 1), nn.Sigmoid())
-
-    def apply_emb(self, offsets: Any, ids: Any) -> list[torch.Tensor]:
-        return [self.emb_l[k](of_table, offsets[k], per_sample_weights=None) for k, of_table in enumerate(ids)]
-
-    def forward(self, dense: torch.Tensor, offsets: Any, ids: Any) -> torch.Tensor:
-        x = self.bot_l(dense)
-        vectors = torch.stack([x, *self.apply_emb(offsets, ids)], dim=1)
-        products = torch.bmm(vectors, vectors.transpose(1, 2))
-        rows, columns = torch.tril_indices(TABLES + 1, TABLES + 1, offset=-1)
-        return self.top_l(torch.cat([x, products[:, rows, columns]], dim=1))
-
-
-def test_the_layout_of_the_published_dlrm_is_converted_as_it_is(tmp_path: Path) -> None:
-    data = samples()
-    passes = write_dataset(tmp_path / "passes", schema_of("SGD"), data)
-    torch.manual_seed(2)
-    theirs = Published()
-    ours = tc.convert(copy.deepcopy(theirs), passes, {"emb_l": NAMES})
-    optimizers = [
-        torch.optim.SGD([*one.bot_l.parameters(), *one.top_l.parameters()], lr=0.05) for one in (ours, theirs)
-    ]
-    rows = torch.optim.SGD(theirs.emb_l.parameters(), lr=0.2)
-    with tiered(tmp_path / "m.tc", passes, model=ours, optimizer=optimizers[0]) as cache:
-        for p in cache.passes(epochs=1):
-            for b, batch in enumerate(p.batches(BATCH)):
-                part = data[p.index].slice(b * BATCH, min(data[0].num_samples, (b + 1) * BATCH))
-                dense, bags, label, _ = torch_batch(part)
-                mine = ours(batch.dense, [None] * TABLES, [*batch.features.values()])
-                other = theirs(dense, [bag[1] for bag in bags], [bag[0] for bag in bags])
-                torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
-                nn.functional.binary_cross_entropy(mine.squeeze(1), batch.label).backward()
-                nn.functional.binary_cross_entropy(other.squeeze(1), label).backward()
-                for optimizer in (cache.optimizer, optimizers[1], rows):
-                    optimizer.step()
-                    optimizer.zero_grad()
-        for name, bag in zip(NAMES, theirs.emb_l, strict=True):
-            found = torch.from_numpy(cache.store.lookup(name, np.arange(ROWS))["vector"])
-            torch.testing.assert_close(found, bag.weight.data, atol=1e-5, rtol=0)
 
 
 def opened_on_ranks(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
@@ -359,7 +243,6 @@ def trained_beside(folder: Path, data: tc.PassDataset, *, others: bool) -> dict[
     average: Any = AveragedModel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with tiered(folder, data, model=[model, teacher] if others else model, optimizer=optimizer) as cache:
-        optimizer = cache.optimizer
         for p in cache.passes(epochs=2):
             for _ in range(2):
                 batch = p.batch({"user": np.array([1, 2, 2]), "item": np.array([3, 4, 3]), "seen": ([5], [0, 1, 1, 1])})
@@ -371,9 +254,7 @@ def trained_beside(folder: Path, data: tc.PassDataset, *, others: bool) -> dict[
                     assert torch.equal(rows[0], rows[2])
                     assert not teacher(batch).requires_grad
                     loss = loss + 0 * (average(batch).detach() + teacher(batch)).sum()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                descend(loss, cache.optimizer)
                 average.update_parameters(model)
         cache.drain()
         rows = {name: cache.store.lookup(name, np.arange(6), missing="initial")["vector"] for name in ("user", "item")}
@@ -381,8 +262,7 @@ def trained_beside(folder: Path, data: tc.PassDataset, *, others: bool) -> dict[
 
 
 def test_a_teacher_and_an_average_read_the_rows_that_a_model_trains(tmp_path: Path) -> None:
-    tc.write_key_sets(tmp_path / "p", SCHEMA, [{"user": np.arange(1, 3), "item": np.arange(3, 6)}] * 2)
-    data = tc.PassDataset.open(tmp_path / "p")
+    data = tc.write_key_sets(tmp_path / "p", SCHEMA, [{"user": np.arange(1, 3), "item": np.arange(3, 6)}] * 2)
     alone, together = (trained_beside(tmp_path / f"{others}.tc", data, others=others) for others in (False, True))
     assert alone.keys() == together.keys()
     for name, values in alone.items():
@@ -391,11 +271,9 @@ def test_a_teacher_and_an_average_read_the_rows_that_a_model_trains(tmp_path: Pa
 
 
 def test_keys_that_were_wrapped_and_weights_that_are_rows_now_get_a_sentence(tmp_path: Path) -> None:
-    tc.write_key_sets(tmp_path / "p", SCHEMA, [{"user": np.arange(1, 3), "item": np.arange(3, 6)}])
-    data, model = tc.PassDataset.open(tmp_path / "p"), tc.convert(Small(mode="sum"), SCHEMA, {"items": "item"})
-    with pytest.raises(
-        RuntimeError, match=r"user_emb.weight is a whole table, whose rows are in the store now: load it"
-    ):
+    data = tc.write_key_sets(tmp_path / "p", SCHEMA, [{"user": np.arange(1, 3), "item": np.arange(3, 6)}])
+    model = tc.convert(Small(mode="sum"), SCHEMA, {"items": "item"})
+    with pytest.raises(RuntimeError, match=r"user_emb.weight is a whole table, whose rows are in the store now: load"):
         model.load_state_dict(Small().state_dict())
     with tiered(tmp_path / "m.tc", data, model=model) as cache:
         for p in cache.passes(epochs=1):

@@ -31,6 +31,8 @@ from tests.train.cases import (
     tiered,
     train,
 )
+from tests.train.loops import train_store
+from tests.train.test_bad_input import one_sentence
 from tiercache.store import MemoryEngine, Store, verify
 from tiercache.store.store_errors import CorruptBlockError, CorruptStoreError, StoreFullError
 
@@ -70,59 +72,45 @@ def test_trainings_killed_at_random_moments_end_with_the_bits_of_one_never_kille
 
 
 def place(store: tc.Store) -> tuple[int, int, int]:
-    assert store.commit is not None
     return store.commit.id, store.commit.cursor.pass_index, store.commit.cursor.sample
 
 
-def fill_the_disk(path: Path, passes: tc.PassDataset, **options: int | None) -> StoreFullError:
-    """Train until the disk is full; returns the error of the loop, after checking the state it left."""
+def fill(path: Path, passes: tc.PassDataset, *words: str, **options: int | None) -> None:
+    """Train until nothing more can be written, and check the error of the loop and the state it leaves."""
     seen: list[int] = []
     with tc.Store.open(path, tables=CASE.tables, **options) as store:
-        with pytest.raises(StoreFullError) as caught, tiered(store, passes) as cache:
-            train(cache, CASE, each_batch=lambda pass_index, _: seen.append(pass_index))
+        with one_sentence(StoreFullError, ": ", *words) as caught:
+            train_store(store, passes, CASE, each_batch=lambda pass_index, _: seen.append(pass_index))
+        assert caught.value.needed_bytes > 0
         stands = place(store)
-    assert 0 < stands[1] < NUM_PASSES, "the disk filled too early or too late to show anything"
+    assert 0 < stands[1] < NUM_PASSES, "it was full too early or too late to show anything"
     assert seen[-1] <= stands[1] + 1, "training continued although nothing could be written"
     with tc.Store.open(path, mode="r") as store:
         assert place(store) == stands
     assert verify(path)["problems"] == []
-    return caught.value
 
 
-def assert_one_sentence(error: Exception) -> None:
-    text = str(error)
-    assert "\n" not in text
-    assert ": " in text
-
-
-def resume(path: Path, passes: tc.PassDataset) -> Result:
+def resume(path: Path, passes: tc.PassDataset, expected: Result) -> None:
     with tc.Store.open(path, tables=CASE.tables) as store:
-        with tiered(store, passes) as cache:
-            model = train(cache, CASE, seed=4)
-        return result_of(store, passes, model)
+        model = train_store(store, passes, CASE, seed=4)
+        assert_same_bits(result_of(store, passes, model), expected)
 
 
-def test_a_full_store_stops_training_with_its_cause_and_training_goes_on_where_there_is_more(
+def test_a_full_store_stops_training_which_goes_on_where_there_is_more(
     tmp_path: Path, passes: tc.PassDataset, expected: Result
 ) -> None:
-    error = fill_the_disk(tmp_path / "model.tc", passes, store_budget=6_000_000)
-    assert_one_sentence(error)
-    assert "blocks.bin may hold 6,000,000" in str(error)
-    assert "raise store_budget" in str(error)
-    assert error.needed_bytes > 0
-    assert_same_bits(resume(tmp_path / "model.tc", passes), expected)
+    words = "blocks.bin may hold 6,000,000", "raise store_budget"
+    fill(tmp_path / "model.tc", passes, *words, store_budget=6_000_000)
+    resume(tmp_path / "model.tc", passes, expected)
 
 
-def test_a_full_disk_stops_training_with_its_cause_and_training_goes_on_once_there_is_space(
+def test_a_full_disk_stops_training_which_goes_on_once_there_is_space(
     disk: Path, passes: tc.PassDataset, expected: Result
 ) -> None:
     subprocess.run(["mount", "-o", "remount,size=9m", str(disk)], check=True)
-    error = fill_the_disk(disk / "model.tc", passes)
-    assert_one_sentence(error)
-    assert str(disk) in str(error)
-    assert "free" in str(error)
+    fill(disk / "model.tc", passes, str(disk), "free")
     subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-    assert_same_bits(resume(disk / "model.tc", passes), expected)
+    resume(disk / "model.tc", passes, expected)
 
 
 SMALL = replace(CASE, num_samples=320, pass_rows=80, batch=20, num_keys=300, epochs=2)
@@ -136,22 +124,19 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[tc.PassDataset, Res
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("call", [1, 2, 3, 5, 9, 14, 20, 27, 35])
-def test_an_error_of_any_call_to_the_engine_leaves_a_commit_to_go_on_from(
-    small: tuple[tc.PassDataset, Result], call: int
-) -> None:
+def test_an_error_of_any_call_to_the_engine_leaves_a_commit(small: tuple[tc.PassDataset, Result], call: int) -> None:
     (passes, ended), memory = small, MemoryEngine()
     engine = FailingEngine(memory, lasting=True)
     with tc.Store.open(None, tables=SMALL.tables, engine=engine) as store:
         options = {"device_budget": "1MiB"}
         options["host_budget"] = smallest_host_budget(store, passes, **options)
         engine.fail_in(call)
-        with pytest.raises(StoreFullError, match="the disk of a test"), tiered(store, passes, **options) as cache:
-            train(cache, SMALL)
+        with pytest.raises(StoreFullError, match="the disk of a test"):
+            train_store(store, passes, SMALL, **options)
         before = None if store.commit is None else place(store)
     with tc.Store.open(None, tables=SMALL.tables, engine=memory) as store:
         assert (None if store.commit is None else place(store)) == before
-        with tiered(store, passes, **options) as cache:
-            model = train(cache, SMALL, seed=1 if before is None else 5)
+        model = train_store(store, passes, SMALL, seed=1 if before is None else 5, **options)
         assert_same_bits(result_of(store, passes, model), ended)
 
 
@@ -169,8 +154,7 @@ def flip_in_rows(path: Path) -> int:
 @pytest.fixture
 def trained(tmp_path: Path, passes: tc.PassDataset) -> Path:
     path = tmp_path / "model.tc"
-    with tc.Store.open(path, tables=CASE.tables) as store, tiered(store, passes) as cache:
-        train(cache, CASE, epochs=1)
+    train_store(path, passes, CASE, epochs=1)
     assert verify(path)["problems"] == []
     return path
 
@@ -179,10 +163,9 @@ def test_a_flipped_byte_in_a_block_is_refused_on_load_and_never_trained(trained:
     waiting = flip_in_rows(trained)
     seen: list[int] = []
     with tc.Store.open(trained, tables=CASE.tables) as store:
-        with pytest.raises(CorruptBlockError) as caught, tiered(store, passes) as cache:
-            train(cache, CASE, each_batch=lambda pass_index, _: seen.append(pass_index))
+        with one_sentence(CorruptBlockError, ": ") as caught:
+            train_store(store, passes, CASE, each_batch=lambda pass_index, _: seen.append(pass_index))
         stands = place(store)
-    assert_one_sentence(caught.value)
     assert caught.value.tables == ("a",)
     assert all(pass_index < waiting for pass_index in seen)
     assert 4 <= stands[1] <= waiting
@@ -192,15 +175,13 @@ def test_a_flipped_byte_in_a_block_is_refused_on_load_and_never_trained(trained:
 
 def test_a_flipped_byte_in_the_dense_state_is_found_and_refused(trained: Path, passes: tc.PassDataset) -> None:
     with tc.Store.open(trained, mode="r") as store:
-        assert store.commit is not None
         name = store.commit.own.state.name
     flip(*byte_of(trained, name), 0x10)
     assert "dense state" in verify(trained)["problems"][0]
     with tc.Store.open(trained, tables=CASE.tables) as store, tiered(store, passes) as cache:
-        with pytest.raises(CorruptStoreError, match="dense state") as caught:
+        with one_sentence(CorruptStoreError, "dense state", ": "):
             train(cache, CASE)
         assert cache.reports == []
-    assert_one_sentence(caught.value)
 
 
 USED = Case(tables=(table("a", 3), table("b", 5)), specs=SPECS)
@@ -215,8 +196,8 @@ def test_a_damaged_file_of_next_uses_is_found_anew(tmp_path: Path, damage: str) 
         if pass_index == 3:
             raise InterruptedError
 
-    with Store.open(path, tables=USED.tables) as store, tiered(store, passes) as cache, pytest.raises(InterruptedError):
-        train(cache, USED, each_batch=stop)
+    with pytest.raises(InterruptedError):
+        train_store(path, passes, USED, each_batch=stop)
     (file,) = (path / "schedule").glob("*.gaps")
     written = file.read_bytes()
     numbers = np.frombuffer(bytearray(written), np.int32).copy()
@@ -232,8 +213,8 @@ def test_a_damaged_file_of_next_uses_is_found_anew(tmp_path: Path, damage: str) 
             numbers[-1] ^= 1
     file.write_bytes(numbers.tobytes()[: -4 if damage == "cut short" else None])
     before = file.stat().st_mtime_ns
-    with Store.open(path, tables=USED.tables) as store, tiered(store, passes) as cache:
-        model = train(cache, USED)
+    with Store.open(path, tables=USED.tables) as store:
+        model = train_store(store, passes, USED)
         assert_bits_of_memory(store, passes, model, USED)
     assert verify(path)["problems"] == []
     assert file.read_bytes() == written
@@ -245,9 +226,9 @@ READ_PASSES = 18
 READERS = 2
 
 
-def train_into(store: Store, passes: tc.PassDataset, each_pass: Callable[[], None] = lambda: None) -> None:
-    with tiered(store, passes, host_budget="2MiB", eval_budget="128KiB") as cache:
-        train(cache, READ, each_batch=lambda number, batch: each_pass() if 0 < number < 7 and not batch else None)
+def train_into(store: Store, passes: tc.PassDataset, each_pass: Callable[[], object] = lambda: None) -> None:
+    options = {"host_budget": "2MiB", "eval_budget": "128KiB"}
+    train_store(store, passes, READ, each_batch=lambda p, batch: 0 < p < 7 and not batch and each_pass(), **options)
 
 
 @pytest.mark.sampled(1)

@@ -1,9 +1,9 @@
 """A damaged dataset raises an error: neither training nor evaluation crashes, or continues with other keys.
 
-python -m tests.train.test_damaged_passes FOLDER FIRST LAST
+python -m tests.train.test_damaged_passes FOLDER FLIPS
 
-Flips one byte after the other in a copy of the passes in FOLDER, and writes a line of JSON before and after each: the
-results of training and evaluation. It is a program, because damaged data may end its process. Flip 0 changes nothing.
+Flips one byte after the other in a copy of the passes in FOLDER, and writes a line of JSON for each: the results of
+training and evaluation. It is a program, because damaged data may end its process. Flip 0 changes nothing.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ import torch
 
 import tiercache as tc
 from tests.store.damage import assert_sentence, generator_of
-from tests.train.cases import SPECS, Case, Net, result_of, table, tiered, train
+from tests.train.cases import SPECS, Case, Net, open_store, result_of, table, tiered, train
+from tests.train.loops import train_store
 from tiercache.errors import DatasetError
-from tiercache.store import MemoryEngine
 
 CASE = Case(
     tables=(table("a", 4), table("b", 4)), specs=SPECS, num_samples=80, pass_rows=40, num_keys=60, batch=40, epochs=1
@@ -58,9 +58,8 @@ def outcome(what: Callable[[], Iterable[Any]]) -> str:
 
 def trained(folder: Path, whole: tc.PassDataset) -> Iterable[Any]:
     passes = tc.PassDataset.open(folder)
-    with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
-        with tiered(store, passes) as cache:
-            train(cache, CASE)
+    with open_store(folder, CASE, "memory") as store:
+        train_store(store, passes, CASE)
         for keys, fields in result_of(store, whole, None).rows.values():
             yield keys
             yield from fields
@@ -73,60 +72,36 @@ def evaluated(folder: Path, cache: Any, model: Net) -> Iterable[Any]:
                 yield model(batch).cpu().numpy()
 
 
-def say(line: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
-
-
-def main(folder: Path, first: int, last: int) -> None:
-    whole, copy = tc.PassDataset.open(folder), folder.with_name(f"{folder.name}-{first}")
+def main(folder: Path, flips: int) -> None:
+    whole, copy = tc.PassDataset.open(folder), folder.with_name("copy")
     shutil.copytree(folder, copy, copy_function=os.link)
-    with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store, tiered(store, whole) as cache:
+    with open_store(folder, CASE, "memory") as store, tiered(store, whole) as cache:
         model = train(cache, CASE)
-        for number in range(first, last):
+        for number in range(flips):
             name, at, bits = flip(whole, number)
             line = {"number": number, "file": name, "at": at, "bits": bits}
-            say(line)
             data = bytearray((folder / name).read_bytes())
             data[at] ^= bits
             (copy / name).unlink()  # not written in place: an earlier open may still map it
             (copy / name).write_bytes(data)
             line["trained"] = outcome(lambda: trained(copy, whole))
             line["evaluated"] = outcome(lambda: evaluated(copy, cache, model))
-            say(line)
+            print(json.dumps(line), flush=True)  # noqa: T201
             (copy / name).unlink()
             os.link(folder / name, copy / name)
-
-
-def flipped(folder: Path, flips: int) -> Iterator[dict[str, Any]]:
-    """Flip bytes of the passes in ``folder`` and yield each result; a process that dies is replaced."""
-    first = 0
-    while first < flips:
-        program = [sys.executable, "-W", "ignore", "-m", "tests.train.test_damaged_passes"]
-        command = [*program, str(folder), str(first), str(flips)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.stdout, done.stderr
-        lines = [json.loads(line) for line in done.stdout.splitlines()]
-        yield from (line for line in lines if "trained" in line)
-        if done.returncode:
-            yield lines[-1] | {"died": done.returncode}
-        first = lines[-1]["number"] + 1
 
 
 @pytest.mark.parametrize("flips", [120, pytest.param(2000, marks=pytest.mark.long)])
 def test_a_flipped_byte_is_refused_or_means_nothing(tmp_path: Path, flips: int) -> None:
     CASE.cut(tmp_path / "passes")
-    whole: dict[str, Any] = {}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.train.test_damaged_passes", str(tmp_path / "passes")]
+    root, variables = Path(__file__).parents[2], {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(flips)], cwd=root, env=variables, capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (done.returncode, len(lines)) == (0, flips), f"flip {len(lines)} ended the process:\n{done.stderr}"
     problems = Counter[str]()
     refused = dict.fromkeys(["the checksum of MiB", "its header does", "its checksums do"], 0)
-    for line in flipped(tmp_path / "passes", flips):
-        whole = whole or line
-        if "died" in line:
-            problems[f"died of {-line['died']}"] += 1
-            continue
+    for line in lines:
         for what in ("trained", "evaluated"):
             found: str = line[what]
             if found.startswith(BARE):
@@ -138,10 +113,10 @@ def test_a_flipped_byte_is_refused_or_means_nothing(tmp_path: Path, flips: int) 
                 for kind in refused:
                     refused[kind] += kind in found
     assert not +problems, problems
-    assert whole["bits"] == 0
-    assert not whole["trained"].startswith(REFUSED)
+    assert lines[0]["bits"] == 0
+    assert not lines[0]["trained"].startswith(REFUSED)
     assert all(refused.values()), refused
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,17 +1,17 @@
 """Trainings under another default dtype, and devices as torch names them."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import tiercache as tc
-from tests.train.cases import SPECS, Case, table, tiered
+from tests.train.cases import SPECS, Case, open_store, table, tiered
+from tests.train.loops import first_pass
 from tests.train.test_bad_input import one_sentence
-from tiercache.store import MemoryEngine
 
 CASE = Case(
     tables=(table("a", 4), table("b", 6, tc.optim.Adam(learning_rate=0.1))), specs=SPECS, num_samples=64, pass_rows=32
@@ -23,6 +23,14 @@ def default_dtype() -> Iterator[Callable[[torch.dtype], None]]:
     before = torch.get_default_dtype()
     yield torch.set_default_dtype
     torch.set_default_dtype(before)
+
+
+@contextmanager
+def opened(passes: tc.PassDataset, device: Any = "cpu", *, resident: bool) -> Iterator[Any]:
+    """Open a cache in memory, or one of tiers."""
+    store = open_store(passes.path, CASE, "memory")
+    with store, tc.InMemoryCache(passes, device=device) if resident else tiered(store, passes, device=device) as cache:
+        yield cache
 
 
 class Model(nn.Module):
@@ -41,24 +49,19 @@ class Model(nn.Module):
 def losses(cache: Any, padding: int | None, *, double: bool) -> list[float]:
     model = Model(cache.schema, padding)
     model = model.double() if double else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    cache.register(model=model, optimizer=optimizer)
-    optimizer = cache.optimizer
-    scaler, found = torch.amp.GradScaler("cpu"), []
+    cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer, found = cache.optimizer, []
     for p in cache.passes(epochs=1):
+        scaler = torch.amp.GradScaler("cpu", enabled=p.index > 0)
         for i, batch in enumerate(p.batches(8)):
             loss = model(batch)
-            (scaler.scale(loss) if p.index else loss).backward()
+            scaler.scale(loss).backward()
             found.append(loss.item())
             if i % 2:
-                if p.index:
-                    scaler.unscale_(optimizer)
+                scaler.unscale_(optimizer)
                 cache.clip_grad_norm_(0.5)
-                if p.index:
-                    scaler.step(optimizer)
-                    scaler.update()
-                else:
-                    optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
     return found
 
@@ -71,12 +74,8 @@ def test_rows_are_trained_to_the_same_bits_under_any_default_dtype(
     resident: bool,
 ) -> None:  # fmt: skip
     def run(*, double: bool) -> list[float]:
-        if resident:
-            with tc.InMemoryCache(passes) as cache:
-                return losses(cache, padding, double=double)
-        store = tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine())
-        with store, tiered(store, passes) as tiers:
-            return losses(tiers, padding, double=double)
+        with opened(passes, resident=resident) as cache:
+            return losses(cache, padding, double=double)
 
     expected = run(double=False)
     default_dtype(dtype)
@@ -87,29 +86,22 @@ def test_rows_are_trained_to_the_same_bits_under_any_default_dtype(
 @pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("cpu", 0), "cpu"])
 @pytest.mark.parametrize("resident", [False, True])
 def test_a_device_of_torch_is_one_by_its_name(passes: tc.PassDataset, device: Any, resident: bool) -> None:
-    store = tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine())
-    with store, tc.InMemoryCache(passes, device=device) if resident else tiered(store, passes, device=device) as cache:
+    with opened(passes, device, resident=resident) as cache, first_pass(cache) as p:
         assert cache.device.type == "cpu"
-        batch = next(next(loop := cache.passes(epochs=1)).batches(8))
-        assert np.isfinite(batch.label.numpy()).all()
-        loop.close()
+        assert next(p.batches(8)).label.isfinite().all()
 
 
 @pytest.mark.parametrize(
     ("device", "kind", "words"),
     [
-        (torch.device("meta"), ValueError, ["'meta'", "'cpu', 'cuda'"]),
-        (torch.device("mps"), ValueError, ["'mps'"]),
-        ("gpu", ValueError, ["'gpu'"]),
-        (0, TypeError, ["device is 0", "torch.device"]),
-        (None, TypeError, ["device is None", "torch.device"]),
-        (torch.float32, TypeError, ["torch.float32"]),
+        (torch.device("meta"), ValueError, ["'meta'", "'cpu', 'cuda'"]), ("gpu", ValueError, ["'gpu'"]),
+        (0, TypeError, ["device is 0", "torch.device"]), (None, TypeError, ["device is None", "torch.device"]),
+        (torch.device("mps"), ValueError, ["'mps'"]), (torch.float32, TypeError, ["torch.float32"]),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("resident", [False, True])
 def test_what_is_no_device_of_rows_is_refused(
     passes: tc.PassDataset, device: Any, kind: type[Exception], words: list[str], resident: bool
 ) -> None:
-    store = tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine())
-    with store, one_sentence(kind, *words):
-        tc.InMemoryCache(passes, device=device) if resident else tiered(store, passes, device=device)
+    with one_sentence(kind, *words), opened(passes, device, resident=resident):
+        pass

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.train.cases import Case, Net, assert_bits_of_memory, open_store, smallest_host_budget, tiered, train
+from tests.train.loops import train_store
 from tests.train.test_reorganize import one_case
 from tiercache.store import Cursor, load_rows, verify
 
@@ -18,9 +19,7 @@ def five_passes(**options: Any) -> Case:
     return one_case(tc.optim.Adam(learning_rate=0.01), **usual | options)
 
 
-def train_to(
-    store: tc.Store, passes: tc.PassDataset, case: Case, pass_index: int, batches: int, **options: Any
-) -> None:
+def train_to(store: tc.Store, passes: tc.PassDataset, case: Case, pass_index: int, batches: int, **options: Any) -> Any:
     """Train from the store's position to a commit at the beginning of a pass or after some of its batches."""
     with tiered(store, passes, order_seed=case.order_seed, **options) as cache:
 
@@ -38,8 +37,8 @@ def train_to(
 
 
 def go_on(store: tc.Store, passes: tc.PassDataset, case: Case, **options: Any) -> Net:
-    with tiered(store, passes, order_seed=case.order_seed, **options) as cache:
-        return train(cache, case, seed=1 if store.commit is None else 99)
+    seed = 1 if store.commit is None else 99
+    return train_store(store, passes, case, seed=seed, order_seed=case.order_seed, **options)
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -85,9 +84,7 @@ def test_training_goes_on_from_any_place_of_a_schedule_to_the_same_bits(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 @pytest.mark.parametrize("order_seed", [None, 5])
-def test_a_store_on_disk_goes_on_from_inside_the_second_epoch(
-    tmp_path: Path, engine: str, order_seed: int | None
-) -> None:
+def test_a_store_on_disk_goes_on_from_inside_an_epoch(tmp_path: Path, engine: str, order_seed: int | None) -> None:
     case = five_passes(order_seed=order_seed)
     passes = case.cut(tmp_path / "passes")
     with open_store(tmp_path / "s.tc", case, engine) as store:
@@ -144,8 +141,8 @@ def test_a_commit_that_trains_nothing_keeps_the_position(
             commit_untrained(store, passes, case, what)
             assert store.commit.cursor == (at, 0)
         seen: list[int] = []
-        with tiered(store, passes, order_seed=order_seed, reorganize=True) as cache:
-            model = train(cache, case, seed=99, each_batch=lambda pass_index, _: seen.append(pass_index))
+        options: dict[str, Any] = {"order_seed": order_seed, "reorganize": True, "seed": 99}
+        model = train_store(store, passes, case, each_batch=lambda pass_index, _: seen.append(pass_index), **options)
         assert sorted({*seen}) == [*range(at, 15)]
         assert_bits_of_memory(store, passes, first if at == 15 else model, case)
 

@@ -1,6 +1,5 @@
 """Evaluation sees current rows, writes nothing, stays within its budget and changes no bit of the run."""
 
-import hashlib
 import itertools
 import re
 from dataclasses import replace
@@ -20,20 +19,17 @@ from tests.train.cases import (
     Spec,
     assert_bits_of_memory,
     open_store,
-    registered,
     resident,
-    result_of,
-    run,
     smallest_host_budget,
     table,
     tiered,
     train,
 )
 from tests.train.devices import DEVICES
+from tests.train.loops import descend
 from tiercache.data.raw_batch import OOV_KEY
 from tiercache.errors import BudgetError, StateError
 from tiercache.store.row_codec import initial_rows
-from tiercache.train.cache import TierCache
 
 CASE = Case(
     tables=(table("a", 8), table("b", 5, tc.optim.Adam(learning_rate=0.05)), table("c", 8, dtype="bfloat16")),
@@ -56,23 +52,24 @@ def initial(spec: tc.Table, key: int) -> NDArray[np.float32]:
     return initial_rows(spec, np.array([key]))[0][0]
 
 
-def resident_rows(passes: tc.PassDataset, moments: list[tuple[int, int]], device: Any) -> dict[tuple[int, int], Rows]:
-    """Train in memory and copy all rows at some moments, and at the end under (-1, -1)."""
+def resident_rows(passes: tc.PassDataset, others: tc.PassDataset, device: Any) -> dict[tuple[int, int], Rows]:
+    """Train in memory and copy all rows at `MOMENTS`, and at the end under (-1, -1); evaluations have these rows."""
     cache, found = resident(passes, device=device), {}
 
-    def copy(pass_index: int, batch: int) -> None:
-        if (pass_index, batch) in moments or pass_index < 0:
-            found[pass_index, batch] = {
+    def copy(*moment: int) -> None:
+        if moment in (*MOMENTS, (-1, -1)):
+            found[moment] = {
                 t.name: dict(zip(cache.keys(t.name).tolist(), cache.fields(t.name)[0].copy(), strict=True))
                 for t in cache.tables
             }
+            assert_rows_as_of(cache, others, found[moment])
 
     train(cache, CASE, each_batch=copy)
     copy(-1, -1)
     return found
 
 
-def assert_rows_as_of(cache: TierCache, others: tc.PassDataset, now: Rows) -> None:
+def assert_rows_as_of(cache: Any, others: tc.PassDataset, now: Rows) -> None:
     vectors, bag, samples = tc.EmbeddingCollection(cache.schema), tc.EmbeddingBagCollection(cache.schema), 0
     tables = {t.name: t for t in others.tables}
     for piece in cache.evaluate(others):
@@ -102,7 +99,7 @@ def test_evaluation_sees_rows_as_of_now_and_changes_no_bit(
 
     Before the first commit any key has its initial row; a reopened store has the final rows of the run.
     """
-    expected = resident_rows(passes, MOMENTS, DEVICES[device]())
+    expected = resident_rows(passes, others, DEVICES[device]())
     with open_store(tmp_path / "model.tc", CASE, engine) as store:
         options: dict[str, Any] = {"device_budget": "1MiB", "commit_every": commit_every, "eval_budget": 4000}
         options["device"] = DEVICES[device]()
@@ -128,44 +125,21 @@ def test_evaluation_sees_rows_as_of_now_and_changes_no_bit(
         assert_rows_as_of(cache, others, expected[-1, -1])
 
 
-def test_the_same_script_evaluates_in_memory(tmp_path: Path, passes: tc.PassDataset) -> None:
-    others, found = replace(CASE, data_seed=9, num_keys=400).cut(tmp_path / "others"), []
-    with open_store(tmp_path / "model.tc", CASE, "lmdb") as store:
-        for cache in (tiered(store, passes), resident(passes)):
-            seen: list[torch.Tensor] = []
-            model, optimizer = registered(cache, CASE)
-
-            def evaluate(
-                pass_index: int = 1, batch: int = 2, *, seen: Any = seen, model: Any = model, cache: Any = cache
-            ) -> None:
-                if pass_index % 2 and batch == 2:
-                    parts = cache.evaluate(others)
-                    seen += [model(batch).detach() for part in parts for batch in part.batches(64)]
-
-            run(cache, CASE, model, optimizer, epochs=1, each_batch=evaluate)
-            evaluate()
-            found.append(torch.cat(seen))
-            cache.close()
-    assert found[0].numel() > others.passes[0].samples
-    assert torch.equal(*found)
-
-
 def written(store: tc.Store) -> tuple[object, ...]:
-    assert store.path is not None
     counts = {name: n for name in dir(store.counters) if "writ" in name or name == "commits"
               if isinstance(n := getattr(store.counters, name), int)}  # fmt: skip
     assert len(counts) > 2
-    files = [hashlib.sha256((store.path / name).read_bytes()).hexdigest() for name in ("data.mdb", "blocks.bin")]
-    return counts, files, store.commit
+    return counts, [(store.path / name).read_bytes() for name in ("data.mdb", "blocks.bin")], store.commit
 
 
 def test_evaluation_writes_nothing_and_leaves_no_gradient(
     tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
 ) -> None:
     with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
-
-        def evaluate(pass_index: int, batch: int) -> None:
-            if (pass_index, batch) == (2, 1):
+        model = Net(cache, CASE).to(cache.device)
+        for p in cache.passes(epochs=1):
+            if p.index == 2:
+                next(p.batches(16))
                 cache._rows.transfer.drain()
                 before, state = written(store), torch.get_rng_state()
                 for piece in cache.evaluate(others):
@@ -174,11 +148,6 @@ def test_evaluation_writes_nothing_and_leaves_no_gradient(
                 assert not cache.optimizer.rows.pending
                 assert written(store) == before
                 assert torch.equal(torch.get_rng_state(), state)
-
-        model = Net(cache, CASE).to(cache.device)
-        for p in cache.passes(epochs=1):
-            for number, _ in enumerate(p.batches(16)):
-                evaluate(p.index, number)
             p.skip()
 
 
@@ -199,10 +168,8 @@ def test_evaluation_is_cut_into_slices_within_its_budget(
     assert counts[1500] > counts[6000] > counts[1 << 20] == len(others.passes)
 
 
-def test_a_training_without_evaluation_gives_its_share_to_rows(
-    tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
-) -> None:
-    with open_store(tmp_path / "model.tc", CASE, "memory") as store:
+def test_a_training_without_evaluation_gives_its_share_to_rows(passes: tc.PassDataset, others: tc.PassDataset) -> None:
+    with open_store(passes.path, CASE, "memory") as store:
         options: dict[str, Any] = {"device_budget": "1MiB", "commit_every": 1}
         least = smallest_host_budget(store, passes, **options, eval_budget=0)
         assert least < smallest_host_budget(store, passes, **options)
@@ -213,13 +180,13 @@ def test_a_training_without_evaluation_gives_its_share_to_rows(
         assert_bits_of_memory(store, passes, model, CASE)
 
 
-def test_the_evaluation_budget_that_an_error_gives_is_the_smallest_that_is_enough(
-    tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
+def test_the_evaluation_budget_that_an_error_gives_is_the_smallest(
+    passes: tc.PassDataset, others: tc.PassDataset
 ) -> None:
     """To the byte, for a sample of a dataset and for raw keys; a rounded number may be less."""
 
     def refused(budget: int, *, raw: bool) -> int:
-        with open_store(tmp_path, CASE, "memory") as store, tiered(store, passes, eval_budget=budget) as cache:
+        with open_store(passes.path, CASE, "memory") as store, tiered(store, passes, eval_budget=budget) as cache:
             cache.restore()
             try:
                 cache.evaluate_batch({"g": np.arange(30)}) if raw else next(cache.evaluate(others))
@@ -233,64 +200,40 @@ def test_the_evaluation_budget_that_an_error_gives_is_the_smallest_that_is_enoug
         assert refused(least, raw=raw) == 0
 
 
-def test_keys_never_trained_share_the_out_of_vocabulary_row_where_one_was_trained(tmp_path: Path) -> None:
-    case = replace(CASE, tables=(table("a", 8),), specs=(Spec(name="f", table="a"),), num_keys=120)
-    passes = case.extract(tmp_path / "train", min_count=3)
-    assert any(OOV_KEY in p.keys("a") for p in passes)
-    others = replace(case, num_keys=5000, data_seed=9, num_samples=64).extract(tmp_path / "test")
-    with tc.Store.open(tmp_path / "model.tc", tables=case.tables) as store, tiered(store, passes) as cache:
-        train(cache, case)
-        keys, fields = result_of(store, passes, None).rows["a"]
-        rows = dict(zip(keys.tolist(), fields[0], strict=True))
-        unknown = 0
-        for piece in cache.evaluate(others):
-            for batch in piece.batches(64):
-                found = tc.EmbeddingCollection(cache.schema)(batch)["f"].detach().cpu().numpy()
-                for row, local in zip(found, batch.ids["f"].ids.tolist(), strict=True):
-                    key = int(others.passes[piece.sub_dataset].keys("a")[local])
-                    unknown += key not in rows
-                    np.testing.assert_array_equal(row, rows.get(key, rows[OOV_KEY]))
-        assert unknown > 5
-        assert not np.array_equal(rows[OOV_KEY], initial(case.tables[0], OOV_KEY))
-
-
-def test_keys_never_trained_share_the_out_of_vocabulary_row_of_an_earlier_dataset(tmp_path: Path) -> None:
-    """The store has the row, although no key of the later dataset is rare; plain models read it, too."""
+def test_keys_never_trained_share_the_out_of_vocabulary_row(tmp_path: Path) -> None:
+    """Also of an earlier dataset: the store has the row, although no key of the later dataset is rare."""
     schema = tc.Schema(features=(tc.Feature(name="f", table="a"),), tables=(table("a", 4),), label="y")
-    unknown = np.array([50, 99])
+
+    def extracted(name: str, keys: list[int], min_count: int) -> tc.PassDataset:
+        data = [{"f": np.array(keys), "y": np.ones(len(keys), np.float32)}]
+        options = {"device_budget": "1MiB", "batch_multiple": 1, "progress": False}
+        return tc.extract(data, schema, tmp_path / name, min_count=min_count, **options)
+
+    unknown, others = np.array([50, 99]), extracted("others", [50, 99], 1)
     for day, keys in enumerate(([1, 1, 2, 2, 50, 51, 3, 3], [1, 1, 2, 2, 4, 4, 3, 3])):
-        data = [{"f": np.array(keys), "y": np.ones(8, np.float32)}]
-        folder = tmp_path / f"day-{day}"
-        passes = tc.extract(data, schema, folder, device_budget="1MiB", min_count=2, batch_multiple=1, progress=False)
-        module = tc.Embedding(schema, "f")
+        passes, module = extracted(f"day-{day}", keys, 2), tc.Embedding(schema, "f")
         with tiered(tmp_path / "model.tc", passes, model=module, reorganize=True) as cache:
             for p in cache.passes(epochs=1):
                 for batch in p.batches(8):
-                    module(batch).square().sum().backward()
-                    cache.optimizer.step()
+                    descend(module(batch).square().sum(), cache.optimizer)
                 with torch.no_grad():
                     before = module(torch.from_numpy(unknown))
             found = module(cache.evaluate_batch({"f": unknown}))
             row = torch.from_numpy(cache.store.lookup("a", np.array([OOV_KEY]))["vector"])
+            assert not np.array_equal(row[0], initial(schema.tables[0], OOV_KEY))
             assert torch.equal(found, row.expand(2, 4))
             assert torch.equal(before, found)
+            assert torch.equal(module(next(next(cache.evaluate(others)).batches(2))), found)
             assert torch.equal(tc.to_torch(module, cache.store)(torch.from_numpy(unknown)), found)
     assert OOV_KEY not in passes.passes[0].keys("a")
 
 
 def test_an_evaluation_that_goes_on_after_a_step_is_refused_or_current(tmp_path: Path) -> None:
     """A slice has copies of rows, which a step makes old; the next slice has current rows, also in a later pass."""
-    schema = tc.Schema(features=(tc.Feature(name="f", table="a"),), tables=(table("a", 16),), label="y")
-    rng, folders = np.random.default_rng(0), ("train", "test")
-    passes, others = (
-        tc.extract(
-            [{"f": rng.integers(0, 300, 600), "y": np.ones(600, np.float32)}], schema, tmp_path / name,
-            device_budget="1MiB", batch_multiple=1, split_by="rows=150", progress=False,
-        )
-        for name in folders
-    )  # fmt: skip
+    case = Case(tables=(table("a", 16),), specs=(Spec(name="f", table="a"),), num_samples=600, pass_rows=150)
+    passes, others = case.cut(tmp_path / "train"), replace(case, data_seed=5).cut(tmp_path / "test")
     for make in (resident, partial(tiered, tmp_path / "m.tc", eval_budget="8KiB")):
-        module = tc.Embedding(schema, "f")
+        module = tc.Embedding(case.schema, "f")
         with make(passes, model=module) as cache:
             cache.restore()
             parts, num_parts = cache.evaluate(others), 0
@@ -304,9 +247,7 @@ def test_an_evaluation_that_goes_on_after_a_step_is_refused_or_current(tmp_path:
                             module(held)
                     num_parts += 1
                 for trained in p.batches(75):
-                    module(trained).square().sum().backward()
-                    cache.optimizer.step()
-                    cache.optimizer.zero_grad()
+                    descend(module(trained).square().sum(), cache.optimizer)
                 for old in (batch, held):
                     with pytest.raises(StateError, match="were read before the last step and are not current"):
                         module(old)

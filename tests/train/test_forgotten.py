@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Se
 from torch.optim.swa_utils import AveragedModel
 
 import tiercache as tc
-from tests.train.cases import Case, Kept, Net, Spec, table, tiered
+from tests.train.cases import Case, Kept, Net, Spec, registered, run, table, tiered
+from tests.train.loops import descend, first_pass
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import StateError
 from tiercache.store import MemoryEngine
@@ -31,35 +32,20 @@ def store() -> Iterator[tc.Store]:
         yield made
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tc.Batch) -> None:
-    model(batch).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def train(cache: Any, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int = 1) -> None:
-    for p in cache.passes(epochs=epochs):
-        for batch in p.batches(16):
-            step(model, optimizer, batch)
+@pytest.fixture
+def cache(store: tc.Store, passes: tc.PassDataset) -> Iterator[tc.TierCache]:
+    with tiered(store, passes) as made:
+        yield made
 
 
 def sgd(*modules: nn.Module, more: list[torch.Tensor] | None = None) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for module in modules for p in module.parameters()] + (more or []), lr=0.1)
 
 
-class Single(nn.Module):
-    def __init__(self, schema: tc.Schema) -> None:
-        super().__init__()
-        self.g = tc.Embedding(schema, "g")
-
-    def forward(self, batch: tc.Batch) -> torch.Tensor:
-        return self.g(batch)
-
-
 OTHERS: dict[str, Callable[[Any, Net], nn.Module]] = {
     "another model": lambda cache, model: Net(cache, CASE),
     "a model that was trained by another cache": lambda cache, model: given_elsewhere(Net(cache, CASE), cache),
-    "a module of another kind": lambda cache, model: Single(cache.schema),
+    "a module of another kind": lambda cache, model: nn.Sequential(tc.Embedding(cache.schema, "g")),
     "a module without a model": lambda cache, model: tc.EmbeddingBagCollection(cache.schema),
     "a compiled model": lambda cache, model: torch.compile(Net(cache, CASE), backend="eager"),
 }
@@ -72,15 +58,12 @@ def given_elsewhere(model: Net, cache: Any) -> Net:
 
 @pytest.mark.parametrize("what", OTHERS)
 @pytest.mark.parametrize("given", [True, False])
-def test_a_model_that_the_cache_was_not_given_trains_no_rows(
-    store: tc.Store, passes: tc.PassDataset, what: str, given: bool
-) -> None:
-    with tiered(store, passes) as cache:
-        model = Net(cache, CASE)
-        cache.register(**({"model": model} if given else {}))
-        other = OTHERS[what](cache, model)
-        loop = cache.passes(epochs=1)
-        batch = next(next(loop).batches(16))
+def test_a_model_that_the_cache_was_not_given_trains_no_rows(cache: tc.TierCache, what: str, given: bool) -> None:
+    model = Net(cache, CASE)
+    cache.register(**({"model": model} if given else {}))
+    other = OTHERS[what](cache, model)
+    with first_pass(cache) as p:
+        batch = next(p.batches(16))
         with one_sentence(StateError, "belongs to no model of this cache", "model=...", "requires_grad_(False)"):
             other(batch)
         with torch.no_grad():
@@ -88,25 +71,21 @@ def test_a_model_that_the_cache_was_not_given_trains_no_rows(
         other.requires_grad_(False)
         other(batch)
         cache.register(other=other.requires_grad_(True))
-        other(batch).sum().backward()
-        cache.optimizer.step()
-        loop.close()
-        assert cache.optimizer.rows.steps == 1
+        descend(other(batch).sum(), cache.optimizer)
+    assert cache.optimizer.rows.steps == 1
 
 
 @pytest.mark.parametrize("how", ["copy", "average", "copy of a copy"])
-def test_a_copy_of_a_model_reads_rows_and_trains_none(store: tc.Store, passes: tc.PassDataset, how: str) -> None:
-    with tiered(store, passes) as cache:
-        model = Net(cache, CASE)
-        cache.register(model=model)
-        other: Any = AveragedModel(model) if how == "average" else copy.deepcopy(model)
-        loop = cache.passes(epochs=1)
-        batch = next(next(loop).batches(16))
+def test_a_copy_of_a_model_reads_rows_and_trains_none(cache: tc.TierCache, how: str) -> None:
+    model = Net(cache, CASE)
+    cache.register(model=model)
+    other: Any = AveragedModel(model) if how == "average" else copy.deepcopy(model)
+    with first_pass(cache) as p:
+        batch = next(p.batches(16))
         assert torch.equal(other(batch).detach(), model(batch).detach())
         with one_sentence(StateError, "belongs to no model of this cache", "register()"):
             (copy.deepcopy(other) if "of" in how else other)(batch).sum().backward()
-        loop.close()
-        assert cache.optimizer.rows.steps == 0
+    assert cache.optimizer.rows.steps == 0
 
 
 HIDDEN: dict[str, Callable[[Net], tuple[dict[str, Any], int]]] = {
@@ -125,26 +104,20 @@ HIDDEN: dict[str, Callable[[Net], tuple[dict[str, Any], int]]] = {
 
 
 @pytest.mark.parametrize("what", HIDDEN)
-def test_parameters_that_no_commit_would_keep_are_refused_before_training(
-    store: tc.Store, passes: tc.PassDataset, what: str
-) -> None:
-    with tiered(store, passes) as cache:
-        objects, count = HIDDEN[what](Net(cache, CASE))
-        cache.register(**objects)
-        name = "other" if "other" in objects else "optimizer"
-        with one_sentence(StateError, f"{name} steps {count} parameters that no registered module has", "model=..."):
-            next(cache.passes(epochs=1))
-        assert store.commit is None
+def test_parameters_that_no_commit_would_keep_are_refused_before_training(cache: tc.TierCache, what: str) -> None:
+    objects, count = HIDDEN[what](Net(cache, CASE))
+    cache.register(**objects)
+    name = "other" if "other" in objects else "optimizer"
+    with one_sentence(StateError, f"{name} steps {count} parameters that no registered module has", "model=..."):
+        next(cache.passes(epochs=1))
+    assert cache.store.commit is None
 
 
-def test_parameters_that_an_object_of_ones_own_keeps_are_committed(store: tc.Store, passes: tc.PassDataset) -> None:
-    temperature = nn.Parameter(torch.ones(()))
-    kept = Kept()
+def test_parameters_that_an_object_of_ones_own_keeps_are_committed(cache: tc.TierCache) -> None:
+    temperature, kept, model = nn.Parameter(torch.ones(())), Kept(), Net(cache, CASE)
     kept.state = {"inside": [temperature.detach()]}
-    with tiered(store, passes) as cache:
-        model = Net(cache, CASE)
-        cache.register(model=model, kept=kept, optimizer=sgd(model, more=[temperature]))
-        assert next(cache.passes(epochs=1)).index == 0
+    cache.register(model=model, kept=kept, optimizer=sgd(model, more=[temperature]))
+    assert next(cache.passes(epochs=1)).index == 0
 
 
 EVALUATIONS: dict[str, Callable[[tc.TierCache], object]] = {
@@ -155,22 +128,16 @@ EVALUATIONS: dict[str, Callable[[tc.TierCache], object]] = {
 
 
 @pytest.mark.parametrize("how", EVALUATIONS)
-def test_trained_rows_are_not_evaluated_under_a_model_that_was_not_restored(
-    store: tc.Store, passes: tc.PassDataset, how: str
-) -> None:
+def test_trained_rows_are_not_evaluated_under_an_old_model(store: tc.Store, passes: tc.PassDataset, how: str) -> None:
     evaluate, refused = EVALUATIONS[how], ("model was not restored from commit", "cache.restore()")
     with tiered(store, passes) as cache:
-        model = Net(cache, CASE)
-        optimizer = sgd(model)
-        cache.register(model=model, optimizer=optimizer)
-        optimizer = cache.optimizer
+        model, optimizer = registered(cache, CASE)
         evaluate(cache)
-        train(cache, model, optimizer)
+        run(cache, CASE, model, optimizer, epochs=1)
         evaluate(cache)
     with tiered(store, passes) as cache:
         evaluate(cache)  # no model is the cache's
-        other = Net(cache, CASE)
-        cache.register(model=other, optimizer=sgd(other))
+        other, _ = registered(cache, CASE, seed=2)
         with one_sentence(StateError, *refused):
             evaluate(cache)
         cache.restore()
@@ -180,8 +147,7 @@ def test_trained_rows_are_not_evaluated_under_a_model_that_was_not_restored(
         with one_sentence(StateError, *refused):
             evaluate(cache)
     with tiered(store, passes) as cache:
-        other = Net(cache, CASE)
-        cache.register(model=other, optimizer=sgd(other))
+        registered(cache, CASE)
         assert list(cache.passes(epochs=1)) == []
         evaluate(cache)
 
@@ -194,80 +160,72 @@ def by_hand(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     return decay
 
 
-def sequence(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    parts = [StepLR(optimizer, 1), StepLR(optimizer, 2)]
-    return SequentialLR(optimizer, parts, milestones=[2]).step
-
-
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Callable[[], None]]] = {
     "StepLR": lambda optimizer: StepLR(optimizer, 1).step,
     "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda _: 0.0).step,
     "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 9).step,
     "one cycle": lambda optimizer: OneCycleLR(optimizer, 1.0, total_steps=99, cycle_momentum=False).step,
-    "a sequence": sequence,
+    "a sequence": lambda optimizer: (
+        SequentialLR(optimizer, [StepLR(optimizer, 1), StepLR(optimizer, 2)], milestones=[2]).step
+    ),
     "by hand": by_hand,
 }
 
 
-def rates_warnings(cache: Any, schedule: Callable[[], Callable[[], None]], *, late: bool) -> int:
+def rates_warnings(cache: Any, schedule: Any, *, late: bool) -> int:
+    """Return how often a cache warned of rates."""
     model = Net(cache, CASE)
     optimizer = sgd(model)
     cache.register(model=model, optimizer=optimizer)
-    change = None if late else schedule(optimizer)  # type: ignore[call-arg]
+    change = None if late else schedule(optimizer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for p in cache.passes(epochs=2):
             for batch in p.batches(16):
-                change = change or schedule(optimizer)  # type: ignore[call-arg]
-                step(model, cache.optimizer, batch)
+                change = change or schedule(optimizer)
+                descend(model(batch).square().mean(), cache.optimizer)
                 change()
     return sum("create the scheduler for cache.optimizer" in str(one.message) for one in caught)
 
 
 @pytest.mark.parametrize("what", SCHEDULES)
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize(("late", "resident"), [(False, True), (True, False)])
 def test_a_schedule_that_rows_do_not_follow_is_named_once(
     store: tc.Store, passes: tc.PassDataset, what: str, late: bool, resident: bool
 ) -> None:
     with tc.InMemoryCache(passes) if resident else tiered(store, passes) as cache:
-        assert rates_warnings(cache, SCHEDULES[what], late=late) == 1  # type: ignore[arg-type]
+        assert rates_warnings(cache, SCHEDULES[what], late=late) == 1
 
 
 @pytest.mark.parametrize("what", ["none", "of both", "rows by hand"])
-def test_rates_that_rows_follow_are_not_named(store: tc.Store, passes: tc.PassDataset, what: str) -> None:
-    with tiered(store, passes) as cache:
-
-        def schedule(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-            changes = {
-                "none": [],
-                "of both": [StepLR(cache.optimizer, 1).step],
-                "rows by hand": [by_hand(cache.optimizer)],
-            }[what]
-            return lambda: [change() for change in changes] and None
-
-        assert rates_warnings(cache, schedule, late=False) == 0  # type: ignore[arg-type]
+def test_rates_that_rows_follow_are_not_named(cache: tc.TierCache, what: str) -> None:
+    schedules = {
+        "none": lambda _: lambda: None,
+        "of both": lambda _: StepLR(cache.optimizer, 1).step,
+        "rows by hand": lambda _: by_hand(cache.optimizer),
+    }
+    assert rates_warnings(cache, schedules[what], late=False) == 0
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_an_initialization_of_all_parameters_is_refused_as_it_reaches_no_row(
+def test_an_initialization_of_all_parameters_is_refused(
     store: tc.Store, passes: tc.PassDataset, resident: bool
 ) -> None:
     """When a cache first gets the model: later, any optimizer may have moved the parameter."""
     net = nn.ModuleDict({"rows": tc.EmbeddingBagCollection(CASE.schema), "top": nn.Linear(10, 1)})
-    for parameter in net["top"].parameters():
-        nn.init.normal_(parameter)
-    with tc.InMemoryCache(passes, model=net) if resident else tiered(store, passes, model=net):
-        pass
-    for parameter in net.parameters():
-        nn.init.normal_(parameter)
-    with tc.InMemoryCache(passes, model=net) if resident else tiered(store, passes, model=net):
-        pass
+
+    def opened() -> Any:
+        return tc.InMemoryCache(passes, model=net) if resident else tiered(store, passes, model=net)
+
+    for part in (net["top"], net):
+        for parameter in part.parameters():
+            nn.init.normal_(parameter)
+        opened().close()
     net["rows"] = tc.EmbeddingBagCollection(CASE.schema).to(torch.bfloat16)
     for parameter in net.parameters():
         nn.init.constant_(parameter, 0.5)
     with one_sentence(ValueError, "the parameter of model.rows was overwritten (0.5", "exclude model.rows.anchor"):
-        tc.InMemoryCache(passes, model=net) if resident else tiered(store, passes, model=net)
+        opened()
 
 
 @pytest.mark.parametrize("copies", [False, True])
@@ -276,13 +234,11 @@ def test_an_initialization_of_matrices_is_refused_in_a_copy_too(passes: tc.PassD
     net: nn.Module = nn.ModuleDict({"rows": tc.EmbeddingBagCollection(CASE.schema), "top": nn.Linear(10, 1)})
     net = copy.deepcopy(net) if copies else net
     kept = copy.deepcopy(net)
-    with tc.InMemoryCache(passes, model=kept):
-        pass
+    tc.InMemoryCache(passes, model=kept).close()
     for model in (net, kept):
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
     with one_sentence(ValueError, "the parameter of model.rows was overwritten", "exclude model.rows.anchor"):
         tc.InMemoryCache(passes, model=net)
-    with tc.InMemoryCache(passes, model=copy.deepcopy(kept)):
-        pass
+    tc.InMemoryCache(passes, model=copy.deepcopy(kept)).close()

@@ -14,6 +14,7 @@ import pytest
 import tiercache as tc
 from tests.dist.meeting import meet
 from tests.train.cases import Case, Spec, assert_same_bits, resident_result, result_of, table, tiered, train
+from tests.train.loops import train_store
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import StateError
 from tiercache.planning.schedule import Schedule
@@ -70,9 +71,7 @@ CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_a_fork_of_a_training_ends_at_once_and_takes_nothing(
-    tmp_path: Path, passes: tc.PassDataset, engine: str
-) -> None:
+def test_a_fork_of_a_training_ends_and_takes_nothing(tmp_path: Path, passes: tc.PassDataset, engine: str) -> None:
     said: dict[str, str] = {}
     with tiered(tmp_path / "model.tc", passes, engine=engine) as cache:
 
@@ -125,8 +124,7 @@ def test_a_cache_that_is_garbage_lets_others_train(tmp_path: Path, passes: tc.Pa
         with pytest.warns(ResourceWarning, match=r"the cache of the store at .* was never closed: close it, or open"):
             del cache
         gc.collect()
-        with tiered(path, passes) as again:
-            train(again, CASE, epochs=2)
+        train_store(path, passes, CASE, epochs=2)
         assert not [*path.glob("leases/*"), *path.glob("rank-*")]
 
 
@@ -141,5 +139,4 @@ def test_a_cache_that_was_refused_or_closed_warns_of_nothing(tmp_path: Path, pas
             tc.TierCache()  # type: ignore[call-arg]
         tiered(tmp_path / "model.tc", passes).close()
         gc.collect()
-    with tiered(tmp_path / "model.tc", passes) as cache:
-        train(cache, CASE)
+    train_store(tmp_path / "model.tc", passes, CASE)
