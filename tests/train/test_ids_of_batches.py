@@ -15,6 +15,7 @@ from torch import nn
 import tiercache as tc
 from tests.dist.pool import RanksPool
 from tests.train.cases import Case, Spec, resident, table, tiered
+from tests.train.loops import first_pass
 from tests.train.test_bad_input import one_sentence
 from tiercache.dist.communicator import AnyCommunicator
 
@@ -37,9 +38,8 @@ KEYS = {
 
 @pytest.fixture
 def batch(passes: tc.PassDataset) -> Iterator[tc.Batch]:
-    loop = resident(passes).passes(epochs=1)
-    yield next(next(loop).batches(16))
-    loop.close()
+    with first_pass(resident(passes)) as p:
+        yield next(p.batches(16))
 
 
 def keys_as_tensors(source: Any, batch: tc.Batch) -> dict[str, torch.Tensor]:
@@ -69,9 +69,7 @@ def test_features_are_compared_with_a_key_as_a_tensor_of_keys_is(passes: tc.Pass
 
 @pytest.mark.parametrize("by", ["raw keys", "keys outside the pass", "evaluated keys", "evaluation"])
 def test_features_of_every_batch_are_compared_by_keys(tmp_path: Path, passes: tc.PassDataset, by: str) -> None:
-    with tiered(tmp_path / "m.tc", passes) as cache:
-        loop = cache.passes(epochs=1)
-        p = next(loop)
+    with tiered(tmp_path / "m.tc", passes) as cache, first_pass(cache) as p:
         if by == "raw keys":
             held = [p.source.whole.keys(name)[:4] for name in ("a", "b")]
             keys = {"one": held[0], "three": np.stack([held[1]] * 3, 1), "some": (held[1], np.array([0, 0, 3, 3, 4]))}
@@ -92,44 +90,32 @@ def test_features_of_every_batch_are_compared_by_keys(tmp_path: Path, passes: tc
                 assert torch.equal(batch.features[name] != key, tensor != key)
 
 
-def masks_on_ranks(ranks: AnyCommunicator, folder: str, raw: str) -> list[list[Any]]:
+def masks_on_ranks(ranks: AnyCommunicator, folder: str, raw: str) -> tuple[Any, Any, bool]:
+    """Return a mask of this rank's samples, the expected one, and whether other vectors are zeros."""
     passes = tc.PassDataset.open(f"{folder}/passes")
-    with tc.TierCache(f"{folder}/m.tc", passes, device_budget="4MiB", host_budget="32MiB") as cache:
-        bag = tc.EmbeddingBag(cache.schema, "some", mode="mean", padding_idx=0)
-        rows = tc.Embedding(cache.schema, "three", padding_idx=0)
-        cache.register(model=nn.ModuleList([bag, rows]))
-        found = []
-        for p in cache.passes(epochs=1):
-            if raw:
-                keys = KEYS | {"one": np.array([0, 0, 0, 0])}
-                made = p.batch(keys, missing="init") if raw == "missing" else cache.evaluate_batch(keys)
-                assert made is not None
-                batches = [made]
-                expected = torch.from_numpy(KEYS["three"])  # type: ignore[arg-type]
-            else:
-                batches = [*p.batches(16)][:1]
-                expected = torch.from_numpy(
-                    passes.passes[p.sub_dataset].read(np.arange(ranks.rank * 8, ranks.rank * 8 + 8)).ids["three"].ids
-                ).view(-1, 3)
-                expected = torch.from_numpy(passes.passes[p.sub_dataset].keys("b"))[expected]
-            for batch in batches:
-                mask = batch.features["three"] == 0
-                zeros = (rows(batch) == 0).all(dim=2)
-                found.append(
-                    [mask.tolist(), (expected == 0).tolist(), (zeros & ~mask).any().item(), bag(batch).shape[0]]
-                )
-            break
-    return found
+    bag = tc.EmbeddingBag(CASE.schema, "some", mode="mean", padding_idx=0)
+    rows = tc.Embedding(CASE.schema, "three", padding_idx=0)
+    with tiered(Path(folder) / "m.tc", passes, model=nn.ModuleList([bag, rows])) as cache, first_pass(cache) as p:
+        if raw:
+            keys = KEYS | {"one": np.zeros(4, np.int64)}
+            batch = p.batch(keys, missing="init") if raw == "missing" else cache.evaluate_batch(keys)
+            expected = torch.from_numpy(KEYS["three"])
+        else:
+            batch, source = next(p.batches(16)), passes.passes[p.sub_dataset]
+            ids = source.read(np.arange(ranks.rank * 8, ranks.rank * 8 + 8)).ids["three"].ids
+            expected = torch.from_numpy(source.keys("b")[ids].reshape(-1, 3))
+        mask, zeros = batch.features["three"] == 0, (rows(batch) == 0).all(dim=2)
+        bag(batch)
+        return mask.tolist(), (expected == 0).tolist(), bool((zeros & ~mask).any())
 
 
 @pytest.mark.parametrize("raw", ["", "missing", "evaluated"])
 def test_ranks_mask_their_own_samples(ranks_pool: RanksPool, tmp_path: Path, raw: str) -> None:
     CASE.cut(tmp_path / "passes")
-    for found in ranks_pool.run(2, f"{__name__}:masks_on_ranks", folder=str(tmp_path), raw=raw):
-        for mask, expected, unmasked_zeros, _ in found:
-            assert mask == expected
-            assert any(map(any, mask))
-            assert not unmasked_zeros
+    for mask, expected, other_zeros in ranks_pool.run(2, f"{__name__}:masks_on_ranks", folder=str(tmp_path), raw=raw):
+        assert mask == expected
+        assert any(map(any, mask))
+        assert not other_zeros
 
 
 OTHERS = [

@@ -16,12 +16,12 @@ import tiercache as tc
 from tests.train.cases import (
     SPECS,
     Case,
+    Result,
     Spec,
     assert_same_bits,
     open_store,
     registered,
     resident,
-    resident_result,
     result_of,
     result_of_resident,
     run,
@@ -29,32 +29,29 @@ from tests.train.cases import (
     tiered,
     train,
 )
+from tests.train.loops import descend, train_store
+from tests.train.test_fetch_ahead import ahead
 from tiercache.data.dataset_writer import write_dataset
 from tiercache.errors import DatasetError, StateError
-from tiercache.store import CommitMissingError, MemoryEngine, TableMismatchError
+from tiercache.store import CommitMissingError, TableMismatchError
 
 CASE = Case(tables=(table("a", 8), table("b", 3, tc.optim.Adam(learning_rate=0.01))), specs=SPECS, num_samples=128)
 """Two passes of 64 samples, four batches each; two epochs."""
-MIDDLE, LAST = (2, 1), (1, 3)
-"""A batch in the middle of a pass, and the last of one."""
+MIDDLE, LAST, END = (2, 1), (1, 3), (3, 3)
+"""A batch in the middle of a pass, the last of one, and the last of all."""
 
 
 @pytest.fixture(scope="module")
-def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    return CASE.cut(tmp_path_factory.mktemp("keep") / "passes")
-
-
-def stopped_at(passes: tc.PassDataset, moment: tuple[int, int]) -> Any:
-    cache = resident(passes)
+def expected(passes: tc.PassDataset) -> dict[tuple[int, ...], Result]:
+    """The results of a training in memory after each batch."""
+    cache, found = resident(passes), {}
     model, optimizer = registered(cache, CASE)
 
-    def stop(*now: int) -> None:
-        if now == moment:
-            raise InterruptedError
+    def copy_after(*now: int) -> None:
+        found[now] = result_of_resident(cache, model)
 
-    with pytest.raises(InterruptedError):
-        run(cache, CASE, model, optimizer, each_batch=stop)
-    return result_of_resident(cache, model)
+    run(cache, CASE, model, optimizer, each_batch=copy_after)
+    return found
 
 
 def keeping(cache: tc.TierCache, kept: dict[str, int], **moments: tuple[int, int]) -> Callable[[int, int], None]:
@@ -66,7 +63,7 @@ def keeping(cache: tc.TierCache, kept: dict[str, int], **moments: tuple[int, int
     return each_batch
 
 
-def assert_rows_at(store: tc.Store, theirs: Any) -> None:
+def assert_rows_at(store: tc.Store, theirs: Result) -> None:
     for name, (keys, fields) in theirs.rows.items():
         found = store.lookup(name, keys, missing="zeros")["vector"]
         there = np.any(found != 0, axis=1)  # others were not trained yet
@@ -78,20 +75,20 @@ def assert_rows_at(store: tc.Store, theirs: Any) -> None:
 @pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
 @pytest.mark.parametrize("commit_every", [1, 3])
 def test_what_is_kept_is_the_state_of_then_and_training_goes_on_to_the_same_bits(
-    tmp_path: Path, passes: tc.PassDataset, engine: str, commit_every: int
+    tmp_path: Path, passes: tc.PassDataset, expected: Any, engine: str, commit_every: int
 ) -> None:
     kept: dict[str, int] = {}
     with open_store(tmp_path / "s", CASE, engine) as store:
         with tiered(store, passes, commit_every=commit_every) as cache:
             model = train(cache, CASE, each_batch=keeping(cache, kept, last=LAST, middle=MIDDLE))
         ended = result_of(store, passes, model)
-        assert_same_bits(ended, resident_result(CASE, passes))
+        assert_same_bits(ended, expected[END])
         assert store.commit.pins == kept
         for name, moment in (("last", LAST), ("middle", MIDDLE)):
             with store.at(name) as there:
                 assert there.commit.id == kept[name]
                 assert there.commit.cursor == (moment[0], 16 * (moment[1] + 1))
-                assert_rows_at(there, stopped_at(passes, moment))
+                assert_rows_at(there, expected[moment])
         store.pin("end")
         for name in ("last", "middle", "last"):
             with warnings.catch_warnings():  # all that is given up is pinned
@@ -104,8 +101,8 @@ def test_what_is_kept_is_the_state_of_then_and_training_goes_on_to_the_same_bits
 
 
 @pytest.mark.parametrize("moment", [MIDDLE, LAST])
-def test_a_training_that_is_killed_after_it_kept_goes_on_from_there(
-    tmp_path: Path, passes: tc.PassDataset, moment: tuple[int, int]
+def test_a_training_that_fails_after_it_kept_goes_on_from_there(
+    tmp_path: Path, passes: tc.PassDataset, expected: Any, moment: tuple[int, int]
 ) -> None:
     path = tmp_path / "s"
 
@@ -116,10 +113,9 @@ def test_a_training_that_is_killed_after_it_kept_goes_on_from_there(
 
     with pytest.raises(InterruptedError), tiered(path, passes) as cache:
         train(cache, CASE, each_batch=each_batch)
-    with tiered(path, passes) as cache:
-        model = train(cache, CASE)
+    model = train_store(path, passes, CASE)
     with tc.Store.open(path, mode="r") as store:
-        assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
+        assert_same_bits(result_of(store, passes, model), expected[END])
 
 
 def test_a_name_keeps_the_last_commit_it_was_given(tmp_path: Path, passes: tc.PassDataset) -> None:
@@ -154,9 +150,7 @@ def test_going_back_names_the_commits_that_it_gives_up(tmp_path: Path, passes: t
         assert store.commit.id == before
 
 
-def test_a_commit_with_other_settings_than_the_kept_one_is_not_taken_for_it(
-    tmp_path: Path, passes: tc.PassDataset
-) -> None:
+def test_a_commit_with_other_settings_is_not_taken_for_the_kept_one(tmp_path: Path, passes: tc.PassDataset) -> None:
     with tiered(tmp_path / "s", passes) as cache:
         train(cache, CASE)
         cache.keep("end")
@@ -219,12 +213,10 @@ def test_what_no_commit_has_is_not_kept(tmp_path: Path, passes: tc.PassDataset) 
                 cache.keep("best")
             optimizer.step()
             optimizer.zero_grad()
-        next(loop)
-        with pytest.raises(StateError, match=r"keep\(\) was called at pass 1, sample 0, but the newest commit is at"):
-            cache.keep("best")
-        loop.close()
-        with pytest.raises(StateError, match=r"keep\(\) was called at pass 1, sample 0, but the newest commit is at"):
-            cache.keep("best")
+        for leave in (lambda: next(loop), loop.close):
+            leave()
+            with pytest.raises(StateError, match=r"keep\(\) was called at pass 1, sample 0, but the newest commit is"):
+                cache.keep("best")
         cache.restore()
         cache.keep("begin")
         assert cache.store.commit.pins.keys() == {"begin"}
@@ -238,9 +230,7 @@ def test_a_loop_that_was_left_after_a_whole_pass_is_not_kept(tmp_path: Path, pas
         model, optimizer = registered(cache, CASE)
         for p in cache.passes(epochs=2):
             for batch in p.batches(16):
-                model(batch).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                descend(model(batch).sum(), optimizer)
             if p.index == 1:
                 break
         with pytest.raises(StateError, match=r"at pass 1, sample 64, but the newest commit is at pass 1, sample 0"):
@@ -262,17 +252,8 @@ def test_a_loop_that_ended_is_kept(tmp_path: Path, passes: tc.PassDataset) -> No
             assert (there.commit.id, there.commit.cursor) == (kept, (4, 0))
     with tiered(tmp_path / "t", passes) as cache:
         model, optimizer = registered(cache, CASE)
-        pending: Any = None
-        for p in cache.passes(epochs=1):
-            for batch in p.batches(16):
-                if pending is not None:
-                    model(pending).sum().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                pending = batch
-        assert pending is not None
-        model(pending).sum().backward()
-        optimizer.step()
+        for batch in ahead((batch for p in cache.passes(epochs=1) for batch in p.batches(16)), 1):
+            descend(model(batch).sum(), optimizer)
         kept = cache.keep("end")
         with cache.store.at("end") as there:
             assert (there.commit.id, there.commit.cursor) == (kept, (2, 0))
@@ -291,15 +272,15 @@ class Rows(nn.Module):
         return self.top(self.f(keys)).squeeze(1)
 
 
-def served_case(folder: Path) -> tuple[Case, tc.PassDataset]:
+def served_passes(folder: Path) -> tc.PassDataset:
     case = Case(tables=(table("f", 8),), specs=(Spec(name="f", table="f"),), num_samples=128)
     samples = case.samples()
     samples.features["f"].keys[:] = np.abs(samples.features["f"].keys) % 200
-    return case, write_dataset(folder, case.schema, [samples.slice(0, 64), samples.slice(64, 128)])
+    return write_dataset(folder, case.schema, [samples.slice(0, 64), samples.slice(64, 128)])
 
 
 def test_a_kept_model_is_served_with_its_rows_and_its_dense_weights(tmp_path: Path) -> None:
-    _, passes = served_case(tmp_path / "passes")
+    passes = served_passes(tmp_path / "passes")
     torch.manual_seed(0)
     model = tc.convert(Rows(), passes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -307,9 +288,7 @@ def test_a_kept_model_is_served_with_its_rows_and_its_dense_weights(tmp_path: Pa
     with tiered(tmp_path / "s", passes, model=model, optimizer=optimizer) as cache:
         for p in cache.passes(epochs=2):
             for batch in p.batches(16):
-                nn.functional.binary_cross_entropy_with_logits(model(batch.features["f"]), batch.label).backward()
-                cache.optimizer.step()
-                cache.optimizer.zero_grad()
+                descend((model(batch.features["f"]) - batch.label).square().mean(), cache.optimizer)
             if p.index == 1:
                 kept = cache.keep("best")
                 with torch.no_grad():
@@ -329,17 +308,11 @@ def test_a_kept_model_is_served_with_its_rows_and_its_dense_weights(tmp_path: Pa
 
 
 def test_of_several_models_that_fit_none_is_guessed(tmp_path: Path) -> None:
-    _, passes = served_case(tmp_path / "passes")
-    models = [tc.convert(Rows(), passes, filter_fn=lambda module, _: isinstance(module, nn.EmbeddingBag))]
-    models.append(copy.deepcopy(models[0]))
-    models[1].f.weights = {}
-    models[0].f.weights = {}
-    with tc.TierCache(
-        tc.Store.open(None, tables=passes.tables, engine=MemoryEngine()), passes, model=models,
-        device_budget="1MiB", host_budget="16MiB",
-    ) as cache:  # fmt: skip
+    passes = served_passes(tmp_path / "passes")
+    model = tc.convert(Rows(), passes)
+    model.f.weights = {}
+    with tiered(tmp_path / "s", passes, model=[model, copy.deepcopy(model)]) as cache:
         cache.restore()
         cache.keep("both")
         with pytest.raises(StateError, match="has the state of model0, model1, which all match a Rows"):
-            tc.to_torch(models[0], cache.store, at="both")
-        cache.store.close()
+            tc.to_torch(model, cache.store, at="both")

@@ -56,10 +56,8 @@ class Stateful:
 
 
 def loader(index: int, workers: int = 0) -> DataLoader[Any]:
-    return DataLoader(
-        Samples(index), batch_size=BATCH, num_workers=workers,
-        multiprocessing_context="forkserver" if workers else None,
-    )  # fmt: skip
+    context = "forkserver" if workers else None
+    return DataLoader(Samples(index), batch_size=BATCH, num_workers=workers, multiprocessing_context=context)
 
 
 def train(folder: Path, name: str, *, stop: tuple[int, int] | None = None, workers: int = 0, by: str = "wrap") -> Any:
@@ -161,27 +159,6 @@ def sparse() -> torch.Tensor:
 WHOLE = {"user": USER, "seen": (VALUES, OFFSETS), "words": WORDS}
 
 
-@pytest.mark.parametrize(
-    ("seen", "weights"),
-    [
-        ((VALUES, OFFSETS), None),
-        ((torch.tensor(VALUES), torch.tensor(OFFSETS[:-1])), None),
-        ((np.array(VALUES), np.array(OFFSETS[:-1], np.int32)), None),
-        (torch.nested.nested_tensor(LISTS), None),
-        (torch.nested.nested_tensor(LISTS, layout=torch.jagged), None),
-        (Jagged(VALUES, OFFSETS, [1.0, 2.0, 3.0]), [1.0, 2.0, 3.0]),
-        (sparse(), [1.0, 2.0, 3.0]),
-        (sparse().to_sparse_csr(), [1.0, 2.0, 3.0]),
-    ],
-)
-def test_lists_of_any_length_come_in_many_forms(seen: Any, weights: Any) -> None:
-    samples, found = feature_keys(FORMS, WHOLE | {"seen": seen}, None)
-    assert samples == 3
-    assert found["seen"].keys.tolist() == VALUES
-    assert found["seen"].offsets.tolist() == OFFSETS
-    assert (None if found["seen"].weights is None else found["seen"].weights.tolist()) == weights
-
-
 def test_a_whole_keyed_jagged_tensor_is_taken() -> None:
     lists = Jagged(USER, [0, 1, 2, 3]), Jagged(VALUES, OFFSETS), Jagged([1, 2, 3, 4, 5, 6], [0, 2, 4, 6])
     given = KeyedJagged(**dict(zip(("user", "seen", "words"), lists, strict=True)))
@@ -193,38 +170,53 @@ def test_a_whole_keyed_jagged_tensor_is_taken() -> None:
         np.testing.assert_equal((one.offsets, one.weights), (expected[1][name].offsets, expected[1][name].weights))
 
 
-def test_offsets_without_the_last_are_known_by_other_features() -> None:
-    given = WHOLE | {"seen": (torch.tensor(VALUES), torch.tensor([0, 2, 3]))}
-    assert feature_keys(FORMS, given, None)[1]["seen"].offsets.tolist() == [0, 2, 3, 3]
-
-
 ONE = tc.Schema(features=(tc.Feature(name="seen", table="t", hotness="ragged"),), tables=FORMS.tables)
 TWO = tc.Schema(features=(*ONE.features, tc.Feature(name="more", table="t", hotness="ragged")), tables=FORMS.tables)
 ENDED = torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3])
+NESTED = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])])
 
 
 @pytest.mark.parametrize(
     ("schema", "keys", "columns", "ends"),
     [
+        # the last offset is given or not, as the number of another feature's keys says
+        (FORMS, WHOLE, (), OFFSETS),
+        (FORMS, WHOLE | {"seen": (torch.tensor(VALUES), torch.tensor(OFFSETS[:-1]))}, (), OFFSETS),
+        (FORMS, WHOLE | {"seen": (np.array(VALUES), np.array(OFFSETS[:-1], np.int32))}, (), OFFSETS),
+        (FORMS, WHOLE | {"seen": (torch.tensor(VALUES), torch.tensor([0, 2, 3]))}, (), [0, 2, 3, 3]),
+        (FORMS, WHOLE | {"seen": torch.nested.nested_tensor(LISTS)}, (), OFFSETS),
+        (FORMS, WHOLE | {"seen": torch.nested.nested_tensor(LISTS, layout=torch.jagged)}, (), OFFSETS),
+        # as a label or dense features say
         (ONE, {"seen": ENDED}, (torch.zeros(2), None), [0, 2, 3]),
         (ONE, {"seen": ENDED}, (torch.zeros(3), None), [0, 2, 3, 3]),
         (ONE, {"seen": ENDED}, (None, np.zeros((3, 4))), [0, 2, 3, 3]),
+        # or the values
         (ONE, {"seen": ([1, 2, 3], [0, 2])}, (), [0, 2, 3]),
         (ONE, {"seen": ([1, 2, 3], [0, 2, 2])}, (), [0, 2, 2, 3]),
-        (ONE, {"seen": torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])])}, (), [0, 2, 3]),
+        # it is always given
+        (ONE, {"seen": NESTED}, (), [0, 2, 3]),
         (ONE, {"seen": Jagged([1, 2, 3], [0, 2, 3])}, (), [0, 2, 3]),
+        # as the lists of another feature say
         (TWO, {"seen": ENDED, "more": ([4, 5], [0, 1])}, (), [0, 2, 3]),
         (TWO, {"seen": ENDED, "more": ([4, 5], [0, 1, 1])}, (), [0, 2, 3, 3]),
         (TWO, {"seen": ENDED, "more": ([4, 5], [0, 1, 2, 2])}, (), [0, 2, 3, 3]),
         (TWO, {"seen": ENDED, "more": Jagged([4], [0, 1, 1])}, (), [0, 2, 3]),
     ],
 )
-def test_what_says_the_number_of_samples_decides_on_the_last_offset(
+def test_lists_end_where_the_number_of_samples_says(
     schema: tc.Schema, keys: Any, columns: Any, ends: list[int]
 ) -> None:
     samples, found = feature_keys(schema, keys, None, columns)
     assert samples == len(ends) - 1
     assert found["seen"].offsets.tolist() == ends
+    assert found["seen"].keys.tolist() == (VALUES if schema is FORMS else [1, 2, 3])
+    assert found["seen"].weights is None
+
+
+@pytest.mark.parametrize("seen", [Jagged(VALUES, OFFSETS, [1.0, 2.0, 3.0]), sparse(), sparse().to_sparse_csr()])
+def test_lists_with_weights_come_in_many_forms(seen: Any) -> None:
+    found = feature_keys(FORMS, WHOLE | {"seen": seen}, None)[1]["seen"]
+    assert (found.keys.tolist(), found.offsets.tolist(), found.weights.tolist()) == (VALUES, OFFSETS, [1.0, 2.0, 3.0])
 
 
 @pytest.mark.parametrize(
@@ -237,9 +229,7 @@ def test_what_says_the_number_of_samples_decides_on_the_last_offset(
         (TWO, {"seen": ENDED, "more": ([4, 5], [0, 1, 2])}, [0, 2, 3, 3]),
     ],
 )
-def test_offsets_that_fit_two_numbers_of_samples_are_those_of_bags(
-    schema: tc.Schema, keys: Any, ends: list[int]
-) -> None:
+def test_offsets_that_fit_two_numbers_of_samples_are_of_bags(schema: tc.Schema, keys: Any, ends: list[int]) -> None:
     """EmbeddingBag sees an empty last list: no sample is lost or shifted."""
     samples, found = feature_keys(schema, keys, None)
     values, offsets = (torch.as_tensor(part, dtype=torch.int64) for part in keys["seen"])
