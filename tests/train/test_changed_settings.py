@@ -2,6 +2,7 @@
 
 import shutil
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +23,8 @@ ROWS = 12
 KEYS = torch.arange(ROWS).view(4, 3)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.top = nn.Embedding(ROWS, 4), nn.Linear(4, 1)
-
-    def forward(self, keys: torch.Tensor) -> torch.Tensor:
-        return self.top(self.emb(keys))  # type: ignore[no-any-return]
+def net() -> Any:
+    return nn.Sequential(OrderedDict(emb=nn.Embedding(ROWS, 4), top=nn.Linear(4, 1)))
 
 
 def opened(folder: Path, model: Any, optimizer: torch.optim.Optimizer | None) -> tc.TierCache:
@@ -48,7 +44,7 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
 
 
 def converted(make: Callable[[Any], torch.optim.Optimizer] = momentum) -> tuple[Any, torch.optim.Optimizer]:
-    model = Net()
+    model = net()
     optimizer = make(model.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -62,7 +58,7 @@ def test_rows_that_an_older_version_stepped_otherwise_are_refused(tmp_path: Path
     model, optimizer = converted(torch.optim.Adam)
     schema, table = model.emb.schema, model.emb.schema.tables[0]
     older = replace(table, optimizer=replace(table.optimizer, corrected_eps=False))
-    with opened(tmp_path, tc.convert(Net(), replace(schema, tables=(older,))), None) as cache:
+    with opened(tmp_path, tc.convert(net(), replace(schema, tables=(older,))), None) as cache:
         assert cache._rows.state.optimizer.optimizer(0) == older.optimizer
         for p in cache.passes(epochs=1):
             p.skip()
@@ -111,11 +107,11 @@ def test_a_setting_that_changes_for_dense_parameters_only_is_named_once(
 
 def both_sides(
     make: Callable[[Any], torch.optim.Optimizer] = momentum,
-) -> tuple[Any, torch.optim.Optimizer, Net, torch.optim.Optimizer]:
+) -> tuple[Any, torch.optim.Optimizer, Any, torch.optim.Optimizer]:
     """Return a converted model and its optimizer, and the same of torch."""
     torch.manual_seed(0)
     model, optimizer = converted(make)
-    theirs = Net()
+    theirs = net()
     theirs.load_state_dict({"emb.weight": model.emb.weights["emb"], **model.top.state_dict(prefix="top.")})
     return model, optimizer, theirs, make(theirs.parameters())
 
@@ -194,7 +190,7 @@ def test_a_setting_that_rows_do_not_have_is_refused(
 
 def test_rows_of_no_optimizer_do_not_step_by_the_default_in_another(tmp_path: Path) -> None:
     """A weight that was frozen in tc.convert has the default."""
-    model: Any = Net()
+    model = net()
     model.emb.requires_grad_(False)
     optimizer = torch.optim.SGD(model.top.parameters(), lr=0.5)
     tc.convert(model, optimizer=optimizer)
@@ -213,7 +209,7 @@ def test_rows_of_no_optimizer_do_not_step_by_the_default_in_another(tmp_path: Pa
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.Adam, momentum])
 def test_the_state_of_a_whole_table_is_refused(tmp_path: Path, kind: Any) -> None:
     """As of a checkpoint of a training in memory: rows have their state in the store."""
-    before = Net()
+    before = net()
     trained = kind(before.parameters())
     step(before, trained)
     model, optimizer = converted(kind)

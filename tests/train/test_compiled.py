@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -40,12 +41,12 @@ class Model(nn.Module):
         return found + rows["h"].sum(dim=(1, 2))
 
 
-def train(passes: tc.PassDataset, device: str, *, compiled: bool) -> Any:
+def train(passes: tc.PassDataset, device: str, change: Callable[[Any], Any]) -> Any:
     torch.manual_seed(1)
     torch.compiler.reset()
     with tc.InMemoryCache(passes, device=DEVICES[device]()) as cache:
         model = Model(passes.schema)
-        run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        run = change(model)
         cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         logits = []
         for p in cache.passes(epochs=2):
@@ -61,45 +62,48 @@ def train(passes: tc.PassDataset, device: str, *, compiled: bool) -> Any:
 def test_a_compiled_model_is_one_graph_and_trains_to_the_same_bits(passes: tc.PassDataset, device: str) -> None:
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
         pytest.skip("torch before 2.9 splits the graph at operators whose output shapes depend on data")
-    (found, logits), (wanted, others) = train(passes, device, compiled=True), train(passes, device, compiled=False)
+    (found, logits), (wanted, others) = (train(passes, device, change) for change in (compiled, lambda model: model))
     assert_same_bits(found, wanted)
     for mine, other in zip(logits, others, strict=True):
         assert torch.equal(mine, other)
 
 
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+@pytest.fixture
+def batch(passes: tc.PassDataset) -> Iterator[tc.Batch]:
+    with tc.InMemoryCache(passes) as cache, first_pass(cache) as p:
+        yield next(p.batches(16))
+
+
 @pytest.mark.parametrize("trained", [True, False])
-def test_operators_keep_what_torch_asks_of_them(passes: tc.PassDataset, *, trained: bool) -> None:
-    model = Model(passes.schema)
-    optimizer = torch.optim.SGD(model.parameters())
-    with tc.InMemoryCache(passes, model=model, optimizer=optimizer) as cache, first_pass(cache) as p:
-        batch = next(p.batches(16))
-        weight = torch.rand(16, requires_grad=True)
-        of_module = model.bags.number, model.bags.out_features, trained
-        bags = torch.ops.tiercache.embedding_bags.default
-        torch.library.opcheck(bags, (model.bags.anchor, batch.number, [], "", *of_module))
-        torch.library.opcheck(bags, (model.bags.anchor, batch.number, [weight], "f", *of_module))
-        dims, lengths = model.rows.dims, [model.rows.length_of(name) for name in model.rows.features]
-        rows = (model.rows.anchor, batch.number, dims, lengths, model.rows.number, trained)
-        torch.library.opcheck(torch.ops.tiercache.embedding_rows.default, rows)
+def test_operators_keep_what_torch_asks_of_them(batch: tc.Batch, *, trained: bool) -> None:
+    model, weight = Model(CASE.schema), torch.rand(16, requires_grad=True)
+    of_module = model.bags.number, model.bags.out_features, trained
+    bags = torch.ops.tiercache.embedding_bags.default
+    torch.library.opcheck(bags, (model.bags.anchor, batch.number, [], "", *of_module))
+    torch.library.opcheck(bags, (model.bags.anchor, batch.number, [weight], "f", *of_module))
+    dims, lengths = model.rows.dims, [model.rows.length_of(name) for name in model.rows.features]
+    rows = (model.rows.anchor, batch.number, dims, lengths, model.rows.number, trained)
+    torch.library.opcheck(torch.ops.tiercache.embedding_rows.default, rows)
 
 
 def test_a_batch_is_looked_up_again_after_a_step(passes: tc.PassDataset) -> None:
     """Maxima and weights belong to each lookup, and a backward may come later: after another table's step."""
-    assert train_again(passes, compiled=True) == train_again(passes, compiled=False)
+    assert train_again(passes, compiled) == train_again(passes, lambda model: model)
 
 
-def train_again(passes: tc.PassDataset, *, compiled: bool) -> list[float]:
+def train_again(passes: tc.PassDataset, change: Callable[[Any], Any]) -> list[float]:
     torch.compiler.reset()
-    with tc.InMemoryCache(passes) as cache:
+    with tc.InMemoryCache(passes) as cache, first_pass(cache) as p:
         modules = [
             tc.EmbeddingBagCollection(passes.schema, ["f", "g"], mode={"g": "max"}, weighted=["f"]),
             tc.EmbeddingBag(passes.schema, "h", mode="sum"),
         ]
-        first, second = (
-            torch.compile(one, backend="aot_eager", fullgraph=True) if compiled else one for one in modules
-        )
-        loop = cache.passes(epochs=1)
-        batch = next(next(loop).batches(16))
+        first, second = map(change, modules)
+        batch = next(p.batches(16))
         weight, losses = nn.Parameter(torch.ones(16)), []
         of_first = torch.optim.SGD([*modules[0].parameters(), weight], lr=0.5)
         of_second = torch.optim.SGD(modules[1].parameters(), lr=0.5)
@@ -118,35 +122,28 @@ def train_again(passes: tc.PassDataset, *, compiled: bool) -> list[float]:
         return [*losses, *weight.tolist(), *rows]
 
 
-def test_what_backward_needs_is_gone_with_its_graph(passes: tc.PassDataset) -> None:
-    with tc.InMemoryCache(passes) as cache:
-        bag: Any = torch.compile(tc.EmbeddingBag(passes.schema, "f"), backend="aot_eager", fullgraph=True)
-        loop = cache.passes(epochs=1)
-        batch = next(next(loop).batches(16))
-        bag(batch)  # compiles it
-        kept, begun = weakref.WeakSet[Any](), lookup_ops.Context.__init__
+def test_what_backward_needs_is_gone_with_its_graph(batch: tc.Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    bag = compiled(tc.EmbeddingBag(CASE.schema, "f"))
+    bag(batch)  # compiles it
+    kept, begun = weakref.WeakSet[Any](), lookup_ops.Context.__init__
 
-        def note(self: Any, *arguments: Any) -> None:
-            begun(self, *arguments)
-            kept.add(self)
+    def note(self: Any, *arguments: Any) -> None:
+        begun(self, *arguments)
+        kept.add(self)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lookup_ops.Context, "__init__", note)
-            out = bag(batch)
-            assert len(kept) == 1
-            del out
-            assert not kept
+    monkeypatch.setattr(lookup_ops.Context, "__init__", note)
+    out = bag(batch)
+    assert len(kept) == 1
+    del out
+    assert not kept
 
 
-def test_a_copied_module_looks_up_by_itself(passes: tc.PassDataset) -> None:
-    with tc.InMemoryCache(passes) as cache:
-        bag = tc.EmbeddingBag(passes.schema, "f")
-        other = copy.deepcopy(bag)
-        loop = cache.passes(epochs=1)
-        batch = next(next(loop).batches(16))
-        torch.compile(other, backend="aot_eager", fullgraph=True)(batch).sum().backward()
-        assert bag.anchor.grad is None
-        assert other.anchor.grad is not None
+def test_a_copied_module_looks_up_by_itself(batch: tc.Batch) -> None:
+    bag = tc.EmbeddingBag(CASE.schema, "f")
+    other = copy.deepcopy(bag)
+    compiled(other)(batch).sum().backward()
+    assert bag.anchor.grad is None
+    assert other.anchor.grad is not None
 
 
 def test_importing_everything_leaves_the_compiler_alone() -> None:

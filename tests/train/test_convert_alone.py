@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -231,14 +232,6 @@ def test_what_cannot_be_done_exactly_is_refused(what: str) -> None:
     assert before == ([*map(id, groups.param_groups[0]["params"])] if before else [])
 
 
-class Holder:
-    def __init__(self, weight: Any) -> None:
-        self.weight = weight
-
-    def penalty(self) -> Any:
-        return self.weight.square().sum()
-
-
 class Slotted:
     __slots__ = ("kept",)
 
@@ -257,19 +250,8 @@ def near(model: Any) -> None:
     model.far, model.near = nested(inner, 9), inner
 
 
-def tied_to(weight: Any) -> nn.Module:
-    layer = nn.Linear(DIM, ROWS, bias=False)
-    layer.weight = weight
-    return layer
-
-
-def of_class(model: Any) -> None:
-    model.__class__ = type("Own", (Net,), {"regularized": [model.words.weight]})
-
-
 CAPTURED: dict[str, tuple[Callable[[Any], object], str]] = {
-    "an object": (lambda m: setattr(m, "holder", Holder(m.words.weight)), "holder.weight"),
-    "a bound method": (lambda m: setattr(m, "penalty", Holder(m.words.weight).penalty), "penalty.__self__.weight"),
+    "an object": (lambda m: setattr(m, "holder", SimpleNamespace(weight=m.words.weight)), "holder.weight"),
     "a partial": (lambda m: setattr(m, "penalty", partial(torch.sum, m.words.weight)), r"an argument of penalty\[0\]"),
     "a default": (
         lambda m: setattr(m, "penalty", lambda weight=m.words.weight: weight.sum()), r"a default of penalty\[0\]",
@@ -278,13 +260,16 @@ CAPTURED: dict[str, tuple[Callable[[Any], object], str]] = {
     "an optimizer": (
         lambda m: setattr(m, "own", torch.optim.SGD(m.parameters(), lr=0.1)), r"own.param_groups\[0\]\['params'\]",
     ),
-    "its class": (of_class, r"regularized\[0\]"),
+    "its class": (
+        lambda m: setattr(m, "__class__", type("Own", (Net,), {"regularized": [m.words.weight]})), r"regularized\[0\]",
+    ),
     "a deep nest": (lambda m: setattr(m, "nest", nested(m.words.weight, 30)), r"nest(\[0\]){30}"),
     "a nest that is also near": (near, r"near(\[0\])+"),
     "slots": (lambda m: setattr(m, "slotted", Slotted(m.words.weight)), "slotted.kept"),
     "a bound forward": (lambda m: setattr(m, "lookup", m.words.forward), "lookup.__self__.weight"),
     "a module in a dict": (
-        lambda m: setattr(m, "others", {"tied": tied_to(m.words.weight)}), r"others\['tied'\]._parameters\['weight'\]",
+        lambda m: setattr(m, "others", {"tied": nn.ParameterList([m.words.weight])}),
+        r"others\['tied'\]._parameters\['0'\]",
     ),
 }  # fmt: skip
 

@@ -39,12 +39,8 @@ from tiercache.store.store_errors import CorruptBlockError, CorruptStoreError, S
 CASE = Case(
     tables=(table("a", 128), table("b", 5, tc.optim.Adam(learning_rate=0.01))),
     specs=(Spec(name="f", table="a", hotness="ragged"), Spec(name="g", table="b")),
-    num_samples=4000,
-    pass_rows=1000,
-    num_keys=100_000,
-    batch=200,
-    epochs=3,
-)
+    num_samples=4000, pass_rows=1000, num_keys=100_000, batch=200, epochs=3,
+)  # fmt: skip
 NUM_PASSES = 12
 
 

@@ -6,7 +6,7 @@ Each test has the number of its row in the design's list of cases.
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,89 +18,73 @@ from torch.utils.checkpoint import checkpoint
 
 import tiercache as tc
 from tests.train.beside_torch import CASE as LOOPS_CASE
-from tests.train.beside_torch import DENSE_RATE, DIM, RATE, Ours, World, plain
+from tests.train.beside_torch import DENSE_RATE, DIM, RATE, Ours, World
 from tests.train.cases import Case
 from tests.train.devices import DEVICES
+from tests.train.loops import first_pass
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import StateError
 
 CASE = LOOPS_CASE
 
 
-def zero_grad_late(model: nn.Module, optimizer: Any, given: Any) -> None:
-    """1: drops the gradients between forward and backward, as Lightning does."""
-    loss = model(given).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+def lookups(model: Any, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    of_bag, of_rows = given if isinstance(given, tuple) else (given, given)
+    return model.bag(of_bag), model.rows(of_rows)
 
 
-def accumulated(model: nn.Module, optimizer: Any, given: Any) -> None:
-    """Two backward passes; the second is through other outputs."""
-    optimizer.zero_grad()
-    model(given).square().mean().backward()
-    (model(given) * 0.5).sum().backward()
-    optimizer.step()
-
-
-def in_place(model: Any, optimizer: Any, given: Any) -> None:
-    """12: outputs that are written in place."""
-    optimizer.zero_grad()
-    parts = given if isinstance(given, tuple) else (given, given)
-    bag, rows = model.bag(parts[0]), model.rows(parts[1])
+def in_place(model: Any, given: Any) -> Iterator[torch.Tensor]:
+    bag, rows = lookups(model, given)
     bag *= 0.5
     rows[:, 1] = 0.0
     rows.mul_(DIM**0.5)
-    torch.cat([bag, rows], dim=1).square().sum().backward()
-    model.top(torch.ones(1, 2 * DIM)).sum().backward()
-    optimizer.step()
+    yield torch.cat([bag, rows], dim=1).square().sum()
+    yield model.top(torch.ones(1, 2 * DIM)).sum()
 
 
-def hooked(model: Any, optimizer: Any, given: Any) -> None:
-    """Hooks of outputs change gradients."""
-    optimizer.zero_grad()
-    parts = given if isinstance(given, tuple) else (given, given)
-    bag, rows = model.bag(parts[0]), model.rows(parts[1])
+def hooked(model: Any, given: Any) -> Iterator[torch.Tensor]:
+    bag, rows = lookups(model, given)
     bag.register_hook(lambda gradient: gradient * 0.25)
     rows.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-    model.top(torch.cat([bag, rows], dim=1)).square().mean().backward()
-    optimizer.step()
+    yield model.top(torch.cat([bag, rows], dim=1)).square().mean()
 
 
-def checkpointed(model: nn.Module, optimizer: Any, given: Any) -> None:
-    """20: lookups that are recomputed in backward."""
-    optimizer.zero_grad()
-    checkpoint(lambda: model(given), use_reentrant=False).square().mean().backward()
-    optimizer.step()
+def checkpointed(model: Any, given: Any) -> Any:
+    return checkpoint(lambda: model(given), use_reentrant=False)
 
 
-def nested(model: nn.Module, optimizer: Any, given: Any) -> None:
-    """20: nested checkpoints."""
-    optimizer.zero_grad()
-    inner: Callable[[], Any] = lambda: checkpoint(lambda: model(given), use_reentrant=False).tanh()  # noqa: E731
-    checkpoint(inner, use_reentrant=False).square().mean().backward()
-    optimizer.step()
-
-
-def penalty(model: nn.Module, optimizer: Any, given: Any) -> None:
-    """13: a penalty of the gradient by dense weights, with a graph of it."""
-    optimizer.zero_grad()
+def penalty(model: Any, given: Any) -> Iterator[torch.Tensor]:
     out = model(given)
-    (slope,) = torch.autograd.grad(out.sum(), [model.top.bias], create_graph=True)  # type: ignore[union-attr,list-item]
-    (out.square().mean() + slope.square().sum()).backward()
-    optimizer.step()
+    (slope,) = torch.autograd.grad(out.sum(), [model.top.bias], create_graph=True)
+    yield out.square().mean() + slope.square().sum()
 
 
-LOOPS = [plain, zero_grad_late, accumulated, in_place, hooked, checkpointed, nested, penalty]
+LOSSES: dict[str, Callable[[Any, Any], Iterable[torch.Tensor]]] = {
+    "one": lambda model, given: [model(given).square().mean()],
+    "two, through other outputs": lambda model, given: [model(given).square().mean(), (model(given) * 0.5).sum()],
+    "12: outputs are written in place": in_place,
+    "hooks of outputs": hooked,
+    "20: a checkpoint": lambda model, given: [checkpointed(model, given).square().mean()],
+    "20: nested checkpoints": lambda model, given: [
+        checkpoint(lambda: checkpointed(model, given).tanh(), use_reentrant=False).square().mean()
+    ],
+    "13: a penalty of the gradient by dense weights": penalty,
+}
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_moves_rows_as_torch_moves_weights(world: World, loop: Callable[[Any, Any, Any], None]) -> None:
-    """Over four batches."""
+@pytest.mark.parametrize(("losses", "late"), [*((one, False) for one in LOSSES), ("one", True)])
+def test_a_loop_moves_rows_as_torch_moves_weights(world: World, losses: str, late: bool) -> None:
+    """1: late is after forward, as Lightning drops gradients."""
     before = world.rows("a"), world.rows("b")
     for number in range(4):
-        for side in world.sides(number):
-            loop(*side)
+        for model, optimizer, given in world.sides(number):
+            if not late:
+                optimizer.zero_grad()
+            for loss in LOSSES[losses](model, given):
+                if late:
+                    optimizer.zero_grad()
+                loss.backward()
+            optimizer.step()
     world.assert_same()
     assert not any(torch.equal(old, world.rows(name)) for old, name in zip(before, "ab", strict=True))
 
@@ -126,7 +110,6 @@ def test_a_gradient_of_weights_that_comes_after_a_step_is_refused(world: World) 
     world.model.rows(world.batches[0]).square().sum().backward()
     world.optimizer.step()
     loss.backward(retain_graph=True)
-    assert weights.grad is not None
     assert torch.equal(weights.grad, once)
     world.optimizer.step()
     with one_sentence(StateError, "weights of 'f'", "backward() before optimizer.step()"):
@@ -171,15 +154,12 @@ def test_a_gradient_of_dense_parameters_alone_trains_no_rows(world: World) -> No
 def test_an_output_that_is_not_used_moves_no_row(passes: tc.PassDataset) -> None:
     """12: a gradient of zeros would move rows of Adam that torch does not move."""
     rows = tc.EmbeddingCollection(CASE.schema, ["f", "g", "h"])
-    with tc.InMemoryCache(passes, model=rows) as cache:
-        loop = cache.passes(epochs=1)
-        batches = next(loop).batches(16)
-        before = cache.fields("b")[0].copy()
+    with tc.InMemoryCache(passes, model=rows) as cache, first_pass(cache) as p:
+        batches, before = p.batches(16), cache.fields("b")[0].copy()
         for _ in range(2):
             rows(next(batches))["f"].square().sum().backward()
             cache.optimizer.step()
         assert np.array_equal(cache.fields("b")[0], before)
-        loop.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -188,16 +168,14 @@ def test_the_gradient_of_one_feature_is_dropped_alone(passes: tc.PassDataset, de
 
     def rows_after(*used: str, dropped: bool = False) -> list[np.ndarray]:
         rows = tc.EmbeddingCollection(CASE.schema, ["f", "g", "h"])
-        with tc.InMemoryCache(passes, model=rows, device=DEVICES[device]()) as cache:
-            loop = cache.passes(epochs=1)
-            out = rows(next(next(loop).batches(16)))
+        with tc.InMemoryCache(passes, model=rows, device=DEVICES[device]()) as cache, first_pass(cache) as p:
+            out = rows(next(p.batches(16)))
             sum(out[name].mul_(number).square().sum() for number, name in enumerate(used, 2)).backward()
             if dropped:
                 leaves = [leaf for group in cache.optimizer.param_groups for leaf in group["params"][1:]]
                 assert len(leaves) == 3
                 leaves[-1].grad = None
             cache.optimizer.step()
-            loop.close()
             return [cache.fields(name)[0].copy() for name in "ab"]
 
     unused, dropped = rows_after("f", "g"), rows_after("f", "g", "h", dropped=True)
@@ -302,17 +280,15 @@ def test_a_model_of_tables_alone_has_parameters(passes: tc.PassDataset) -> None:
     """19: of one element, which an optimizer and DistributedDataParallel accept."""
     bag = tc.EmbeddingBag(CASE.schema, "f")
     assert next(bag.parameters()).shape == (1, 1)
-    with tc.InMemoryCache(passes, model=bag, optimizer=torch.optim.SGD(bag.parameters(), lr=0.1)) as cache:
-        loop = cache.passes(epochs=1)
-        batch = next(next(loop).batches(16))
+    optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
+    with tc.InMemoryCache(passes, model=bag, optimizer=optimizer) as cache, first_pass(cache) as p:
         before = cache.fields("a")[0].copy()
         bag.to(torch.bfloat16)
-        out = bag(batch)
+        out = bag(next(p.batches(16)))
         assert out.dtype == torch.bfloat16
         out.sum().backward()
         cache.optimizer.step()
         assert not np.array_equal(cache.fields("a")[0], before)
-        loop.close()
 
 
 def test_a_reentrant_checkpoint_of_ids_alone_trains_nothing(world: World) -> None:

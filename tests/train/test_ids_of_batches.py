@@ -3,7 +3,7 @@
 import copy
 import operator
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,7 @@ CASE = Case(
         Spec(name="one", table="a"), Spec(name="three", table="b", hotness="multi_hot"),
         Spec(name="some", table="b", hotness="ragged"),
     ),
-    num_samples=64,
-    pass_rows=32,
-    num_keys=12,
+    num_samples=64, pass_rows=32, num_keys=12,
 )  # fmt: skip
 ABSENT = 1 << 50
 KEYS = {
@@ -188,56 +186,31 @@ def test_a_mask_of_a_model_for_tensors_works_as_it_is(batch: tc.Batch) -> None:
     assert torch.equal((masked == 0).all(dim=2), seq == 0)
 
 
-WRONG: dict[str, tuple[Callable[[tc.Batch], Any], type[Exception], list[str]]] = {
-    **{
-        f"{kind.__name__}{given}": (
-            lambda _, kind=kind, given=given: kind(*given), TypeError,
-            [kind.__name__, "as its schema", "num_embeddings and embedding_dim", f"tc.{kind.__name__}(PassDataset"],
-        )
-        for kind in (tc.EmbeddingBag, tc.Embedding) for given in ((1000, 16), (5, 4), ("clicks.toml", "user"))
-    },
-    "EmbeddingBagCollection(dict)": (
-        lambda _: tc.EmbeddingBagCollection({}), TypeError, ["got dict as its schema"]  # type: ignore[arg-type]
-    ),
-    "EmbeddingCollection(None)": (
-        lambda _: tc.EmbeddingCollection(None), TypeError, ["got NoneType as its schema"]  # type: ignore[arg-type]
-    ),
-    **{
-        f"{kind.__name__}()({words})": (
-            lambda batch, kind=kind, given=given: kind(CASE.schema)(given(batch)), TypeError,
-            [kind.__name__, "whole batches", words, "Pass.batch"],
-        )
-        for kind in (tc.EmbeddingBagCollection, tc.EmbeddingCollection)
-        for given, words in (
-            (lambda _: torch.arange(4), "got a Tensor"), (lambda batch: batch.features["one"], "got a JaggedIds"),
-            (lambda batch: batch.features, "got a _Features"), (lambda _: {"one": 1}, "got a dict"),
-        )
-    },
-    **{
-        f"{kind.__name__}.{name}": (
-            lambda _, kind=kind, name=name: getattr(kind(CASE.schema, "one"), name), AttributeError,
-            [kind.__name__, f"no {name}", words],
-        )
-        for kind in (tc.EmbeddingBag, tc.Embedding)
-        for name, words in (
-            ("reset_parameters", "by the initializer of their table"), ("sparse", "no gradient of a whole table"),
-        )
-    },
-    "nn.init": (
-        lambda _: nn.init.normal_(tc.Embedding(CASE.schema, "one").weight), AttributeError, ["initializer of the table"]
-    ),
-    "converted.max_norm": (
-        lambda _: tc.convert(nn.Embedding(5, 4), CASE.schema, {"": ["three", "some"]}).max_norm, AttributeError,
-        ["SharedLookup", "no max_norm"],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_a_call_that_torchs_modules_take_is_one_error(batch: tc.Batch, what: str) -> None:
-    call, kind, words = WRONG[what]
-    with one_sentence(kind, *words):
-        call(batch)
+def test_a_call_that_torchs_modules_take_is_one_error(batch: tc.Batch) -> None:
+    for kind in (tc.EmbeddingBag, tc.Embedding):
+        name = kind.__name__
+        words = [name, "as its schema", "num_embeddings and embedding_dim", f"tc.{name}(PassDataset"]
+        for arguments in ((1000, 16), (5, 4), ("clicks.toml", "user")):
+            with one_sentence(TypeError, *words):
+                kind(*arguments)  # type: ignore[arg-type]
+        for attribute, said in (("reset_parameters", "by the initializer of their table"),
+                                ("sparse", "no gradient of a whole table")):  # fmt: skip
+            with one_sentence(AttributeError, name, f"no {attribute}", said):
+                getattr(kind(CASE.schema, "one"), attribute)
+    features = batch.features
+    given = {"Tensor": torch.arange(4), "JaggedIds": features["one"], "_Features": features, "dict": {"one": 1}}
+    for collection in (tc.EmbeddingBagCollection, tc.EmbeddingCollection):
+        for name, one in given.items():
+            with one_sentence(TypeError, collection.__name__, "whole batches", f"got a {name}", "Pass.batch"):
+                collection(CASE.schema)(one)
+    with one_sentence(TypeError, "got dict as its schema"):
+        tc.EmbeddingBagCollection({})  # type: ignore[arg-type]
+    with one_sentence(TypeError, "got NoneType as its schema"):
+        tc.EmbeddingCollection(None)  # type: ignore[arg-type]
+    with one_sentence(AttributeError, "initializer of the table"):
+        nn.init.normal_(tc.Embedding(CASE.schema, "one").weight)
+    with one_sentence(AttributeError, "SharedLookup", "no max_norm"):
+        _ = tc.convert(nn.Embedding(5, 4), CASE.schema, {"": ["three", "some"]}).max_norm
 
 
 def test_other_unknown_attributes_are_nn_modules_matter() -> None:

@@ -139,13 +139,11 @@ def test_an_item_that_is_none_is_a_sentence(folder: Path, item: Any, words: str)
 
 FORMS = tc.Schema(
     features=(
-        tc.Feature(name="user", table="t"),
-        tc.Feature(name="seen", table="t", hotness="ragged"),
+        tc.Feature(name="user", table="t"), tc.Feature(name="seen", table="t", hotness="ragged"),
         tc.Feature(name="words", table="t", hotness="multi_hot", length=2),
     ),
-    tables=(table("t", 4),),
-    label="y",
-)
+    tables=(table("t", 4),), label="y",
+)  # fmt: skip
 USER, WORDS = [7, 8, 9], [[1, 2], [3, 4], [5, 6]]
 VALUES, OFFSETS = [10, 11, 12], [0, 2, 2, 3]
 LISTS = [torch.tensor(VALUES[low:high], dtype=torch.int64) for low, high in pairwise(OFFSETS)]
