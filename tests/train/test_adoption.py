@@ -28,6 +28,7 @@ import tiercache as tc
 from tests.crash.told import finish, start
 from tests.dist.pool import RanksPool
 from tests.train.cases import tiered
+from tests.train.test_fetch_ahead import ahead
 from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.dist.communicator import AnyCommunicator
@@ -73,6 +74,13 @@ class DLRM(nn.Module):
 
     def dense_parameters(self) -> list[nn.Parameter]:
         return [*self.bottom.parameters(), *self.top.parameters()]
+
+    def parts(self, loop: "Loop") -> list[tuple[list[nn.Parameter], list[nn.Parameter]]]:
+        """Return the dense parameters and those of tables that each optimizer has."""
+        first, last = ([*tables.parameters()] for tables in (self.tables[:4], self.tables[4:]))
+        if loop.two_optimizers:
+            return [([*self.bottom.parameters()], first), ([*self.top.parameters()], last)]
+        return [(self.dense_parameters(), first + last)]
 
 
 # -- the data: pass p has the keys of a window, most of them several times ------------------------------------
@@ -212,12 +220,9 @@ def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
 
 def train_in_memory(model: DLRM, optimizer: str, loop: Loop, data: list[RawBatch]) -> Side:
     """Train a model with `nn.EmbeddingBag`s over all batches as torch takes them."""
-    parts = [([*model.dense_parameters()], model.tables)]
-    if loop.two_optimizers:
-        parts = [([*model.bottom.parameters()], model.tables[:4]), ([*model.top.parameters()], model.tables[4:])]
     optimizers = [
-        make_optimizer(optimizer, [{"params": dense}, {"params": [*tables.parameters()], "lr": ROW_RATE}])
-        for dense, tables in parts
+        make_optimizer(optimizer, [{"params": dense}, {"params": tables, "lr": ROW_RATE}])
+        for dense, tables in model.parts(loop)
     ]
     side = Side(loop, model, optimizers, lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm))
     for index in range(PASSES * EPOCHS):
@@ -298,11 +303,7 @@ def ours_until(
     """Train up to a step, then call ``end``."""
     torch.manual_seed(1)
     model: Any = DLRM([tc.EmbeddingBag(passes.schema, f"f{t}", mode="sum") for t in range(TABLES)])
-    parts: list[Any] = [model.parameters()]
-    if loop.two_optimizers:
-        parts = [[*one.parameters(), *tables.parameters()]
-                 for one, tables in ((model.bottom, model.tables[:4]), (model.top, model.tables[4:]))]  # fmt: skip
-    optimizers = [make_optimizer(optimizer, part) for part in parts]
+    optimizers = [make_optimizer(optimizer, dense + tables) for dense, tables in model.parts(loop)]
     model = DistributedDataParallel(model) if ranks is not None else model
     budgets: dict[str, Any] = {"device_budget": row_bytes(optimizer) // 4, "host_budget": "32MiB"}
     with tc.TierCache(store, passes, model=model, optimizer=optimizers, **budgets, progress=False) as cache:
@@ -310,7 +311,7 @@ def ours_until(
         is_first = ranks is None or ranks.rank == 0
         side = Side(loop, model, stepped, cache.clip_grad_norm_, cache.register, losses, overflows=is_first)
         passes_of = (numbered(p, p.batches(BATCH), stop, end) for p in cache.passes(epochs=EPOCHS))
-        for batches in [one_ahead(chain.from_iterable(passes_of))] if loop.ahead else passes_of:
+        for batches in [ahead(chain.from_iterable(passes_of), 1)] if loop.ahead else passes_of:
             side.run(batches)
     return side
 
@@ -328,15 +329,6 @@ def numbered(
         if step == stop:
             end()
         yield step, batch.dense, list(batch.features.values()), batch.label, batch.weight
-
-
-def one_ahead(loader: Iterator[Any]) -> Iterator[Any]:
-    """Fetch each batch before the previous one is trained, as Lightning does."""
-    held = next(loader)
-    for following in loader:
-        yield held
-        held = following
-    yield held
 
 
 @pytest.mark.sampled(3)

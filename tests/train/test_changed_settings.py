@@ -79,9 +79,7 @@ def test_rows_that_an_older_version_stepped_otherwise_are_refused(tmp_path: Path
 
 @pytest.mark.parametrize(("name", "value"), [("lr", 0.5), ("momentum", 0.25), ("weight_decay", 0.125)])
 @pytest.mark.parametrize("when", ["before the cache", "before the loop", "in the loop"])
-def test_a_setting_that_changes_for_dense_parameters_only_is_named_once(
-    tmp_path: Path, name: str, value: float, when: str
-) -> None:
+def test_a_setting_of_dense_parameters_alone_is_named_once(tmp_path: Path, name: str, value: float, when: str) -> None:
     model, optimizer = converted()
 
     def change() -> None:
@@ -118,9 +116,7 @@ def both_sides(
 
 @pytest.mark.parametrize(("name", "value"), [("lr", 0.01), ("momentum", 0.25), ("weight_decay", 0.125)])
 @pytest.mark.parametrize("when", ["before the loop", "in the loop"])
-def test_a_setting_that_changes_for_all_groups_reaches_the_rows(
-    tmp_path: Path, name: str, value: float, when: str
-) -> None:
+def test_a_setting_of_all_groups_reaches_the_rows(tmp_path: Path, name: str, value: float, when: str) -> None:
     """Before the loop as of a warm-up, which sets the rate when it is made. The first commit has no settings."""
     model, optimizer, theirs, reference = both_sides()
     for epochs in (1, 2):
@@ -168,9 +164,7 @@ def adagrad(parameters: Any) -> torch.optim.Optimizer:
     + [(adagrad, name, value, "rows") for name, value in (
         ("momentum", 0.9), ("nesterov", True), ("betas", (0.5, 0.9)))],
 )  # fmt: skip
-def test_a_setting_that_rows_do_not_have_is_refused(
-    tmp_path: Path, make: Any, name: str, value: Any, groups: str
-) -> None:
+def test_a_setting_that_rows_lack_is_refused(tmp_path: Path, make: Any, name: str, value: Any, groups: str) -> None:
     model, optimizer = converted(make)
     with opened(tmp_path, model, optimizer) as cache:
         for p in cache.passes(epochs=1):

@@ -71,42 +71,20 @@ def place(store: tc.Store) -> tuple[int, int, int]:
     return store.commit.id, store.commit.cursor.pass_index, store.commit.cursor.sample
 
 
-def fill(path: Path, passes: tc.PassDataset, *words: str, **options: int | None) -> None:
-    """Train until nothing more can be written, and check the error of the loop and the state it leaves."""
-    seen: list[int] = []
-    with tc.Store.open(path, tables=CASE.tables, **options) as store:
-        with one_sentence(StoreFullError, ": ", *words) as caught:
+def test_a_full_store_stops_training(tmp_path: Path, passes: tc.PassDataset, expected: Result) -> None:
+    path, seen = tmp_path / "model.tc", list[int]()
+    with tc.Store.open(path, tables=CASE.tables, store_budget=6_000_000) as store:
+        with one_sentence(StoreFullError, ": ", "blocks.bin may hold 6,000,000", "raise store_budget") as caught:
             train_store(store, passes, CASE, each_batch=lambda pass_index, _: seen.append(pass_index))
-        assert caught.value.needed_bytes > 0
         stands = place(store)
+    assert caught.value.needed_bytes > 0
     assert 0 < stands[1] < NUM_PASSES, "it was full too early or too late to show anything"
     assert seen[-1] <= stands[1] + 1, "training continued although nothing could be written"
-    with tc.Store.open(path, mode="r") as store:
-        assert place(store) == stands
     assert verify(path)["problems"] == []
-
-
-def resume(path: Path, passes: tc.PassDataset, expected: Result) -> None:
     with tc.Store.open(path, tables=CASE.tables) as store:
+        assert place(store) == stands
         model = train_store(store, passes, CASE, seed=4)
         assert_same_bits(result_of(store, passes, model), expected)
-
-
-def test_a_full_store_stops_training_which_goes_on_where_there_is_more(
-    tmp_path: Path, passes: tc.PassDataset, expected: Result
-) -> None:
-    words = "blocks.bin may hold 6,000,000", "raise store_budget"
-    fill(tmp_path / "model.tc", passes, *words, store_budget=6_000_000)
-    resume(tmp_path / "model.tc", passes, expected)
-
-
-def test_a_full_disk_stops_training_which_goes_on_once_there_is_space(
-    disk: Path, passes: tc.PassDataset, expected: Result
-) -> None:
-    subprocess.run(["mount", "-o", "remount,size=9m", str(disk)], check=True)
-    fill(disk / "model.tc", passes, str(disk), "free")
-    subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-    resume(disk / "model.tc", passes, expected)
 
 
 SMALL = replace(CASE, num_samples=320, pass_rows=80, batch=20, num_keys=300, epochs=2)

@@ -100,8 +100,6 @@ def test_a_device_of_torch_is_one_by_its_name(passes: tc.PassDataset, device: An
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("resident", [False, True])
-def test_what_is_no_device_of_rows_is_refused(
-    passes: tc.PassDataset, device: Any, kind: type[Exception], words: list[str], resident: bool
-) -> None:
+def test_what_is_no_device_of_rows_is_refused(passes: Any, device: Any, kind: Any, words: Any, resident: bool) -> None:
     with one_sentence(kind, *words), opened(passes, device, resident=resident):
         pass

@@ -302,9 +302,7 @@ def test_a_loop_over_passes_in_each_epoch_keeps_what_the_script_changed_between(
         ({"batch_sampler": [[0, 1], [2]]}, "has batch_size None"),
     ],
 )  # fmt: skip
-def test_a_loader_with_other_batches_than_the_recorded_one_is_refused(
-    tmp_path: Path, arguments: dict[str, Any], message: str
-) -> None:
+def test_a_loader_with_other_batches_than_recorded_is_refused(tmp_path: Path, arguments: Any, message: str) -> None:
     """The recorded batches would be trained instead."""
     loader = DataLoader(Items(), **arguments)
     with Script(tmp_path) as script:

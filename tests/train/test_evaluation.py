@@ -132,9 +132,7 @@ def written(store: tc.Store) -> tuple[object, ...]:
     return counts, [(store.path / name).read_bytes() for name in ("data.mdb", "blocks.bin")], store.commit
 
 
-def test_evaluation_writes_nothing_and_leaves_no_gradient(
-    tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
-) -> None:
+def test_evaluation_writes_nothing(tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset) -> None:
     with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
         model = Net(cache, CASE).to(cache.device)
         for p in cache.passes(epochs=1):
@@ -151,9 +149,7 @@ def test_evaluation_writes_nothing_and_leaves_no_gradient(
             p.skip()
 
 
-def test_evaluation_is_cut_into_slices_within_its_budget(
-    tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
-) -> None:
+def test_slices_of_evaluation_fit_their_budget(tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset) -> None:
     counts = {}
     for budget in (1500, 6000, 1 << 20):
         store = tc.Store.open(tmp_path / f"{budget}.tc", tables=CASE.tables)
@@ -180,9 +176,7 @@ def test_a_training_without_evaluation_gives_its_share_to_rows(passes: tc.PassDa
         assert_bits_of_memory(store, passes, model, CASE)
 
 
-def test_the_evaluation_budget_that_an_error_gives_is_the_smallest(
-    passes: tc.PassDataset, others: tc.PassDataset
-) -> None:
+def test_the_evaluation_budget_of_an_error_is_the_smallest(passes: tc.PassDataset, others: tc.PassDataset) -> None:
     """To the byte, for a sample of a dataset and for raw keys; a rounded number may be less."""
 
     def refused(budget: int, *, raw: bool) -> int:

@@ -1,7 +1,7 @@
 """Loops that fetch batches ahead of their training, across the ends of passes: the same bits and commits."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -215,8 +215,6 @@ def leave_gradients(cache: Any) -> None:
 
 
 @pytest.mark.parametrize("what", [evaluate_of_the_next_pass, leave_gradients])
-def test_what_would_lose_gradients_or_read_absent_rows_is_refused(
-    passes: tc.PassDataset, what: Callable[[Any], None]
-) -> None:
+def test_what_would_lose_gradients_or_read_absent_rows_is_refused(passes: tc.PassDataset, what: Any) -> None:
     with store_of(passes) as store, opened(passes, store) as cache:
         what(cache)

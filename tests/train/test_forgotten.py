@@ -208,9 +208,7 @@ def test_rates_that_rows_follow_are_not_named(cache: tc.TierCache, what: str) ->
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_an_initialization_of_all_parameters_is_refused(
-    store: tc.Store, passes: tc.PassDataset, resident: bool
-) -> None:
+def test_an_initialization_of_anchors_is_refused(store: tc.Store, passes: tc.PassDataset, resident: bool) -> None:
     """When a cache first gets the model: later, any optimizer may have moved the parameter."""
     net = nn.ModuleDict({"rows": tc.EmbeddingBagCollection(CASE.schema), "top": nn.Linear(10, 1)})
 

@@ -101,8 +101,8 @@ def test_what_is_kept_is_the_state_of_then_and_training_goes_on_to_the_same_bits
 
 
 @pytest.mark.parametrize("moment", [MIDDLE, LAST])
-def test_a_training_that_fails_after_it_kept_goes_on_from_there(
-    tmp_path: Path, passes: tc.PassDataset, expected: Any, moment: tuple[int, int]
+def test_a_training_that_fails_after_keep_goes_on_there(
+    tmp_path: Path, passes: Any, expected: Any, moment: Any
 ) -> None:
     path = tmp_path / "s"
 
@@ -171,9 +171,7 @@ def test_a_commit_with_other_settings_is_not_taken_for_the_kept_one(tmp_path: Pa
         ({"at": "best", "data": "other"}, DatasetError, "has a table 'a' that the dataset"),
     ],
 )
-def test_a_commit_that_cannot_be_gone_back_to_is_refused(
-    tmp_path: Path, passes: tc.PassDataset, options: dict[str, Any], kind: type[Exception], words: str
-) -> None:
+def test_a_commit_to_go_back_to_must_exist(tmp_path: Path, passes: Any, options: Any, kind: Any, words: str) -> None:
     path = tmp_path / "s"
     with tiered(path, passes) as cache:
         train(cache, CASE, each_batch=keeping(cache, {}, best=MIDDLE))

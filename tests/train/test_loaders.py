@@ -201,9 +201,7 @@ NESTED = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])])
         (TWO, {"seen": ENDED, "more": Jagged([4], [0, 1, 1])}, (), [0, 2, 3]),
     ],
 )
-def test_lists_end_where_the_number_of_samples_says(
-    schema: tc.Schema, keys: Any, columns: Any, ends: list[int]
-) -> None:
+def test_lists_end_where_the_number_of_samples_says(schema: Any, keys: Any, columns: Any, ends: list[int]) -> None:
     samples, found = feature_keys(schema, keys, None, columns)
     assert samples == len(ends) - 1
     assert found["seen"].offsets.tolist() == ends
