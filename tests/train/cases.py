@@ -1,7 +1,7 @@
 """Small trainings for tests: data, schema and a model, tiered or resident, in a few lines."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,10 @@ class Case:
                 spec.hotness, rng.integers(0, 5, n)
             )
             total = int(lengths.sum())
-            features[spec.name] = FeatureKeys(
-                np.floor(self.num_keys * rng.random(total) ** 3).astype(np.int64) - 5,
-                None if spec.hotness == "one_hot" else np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-                rng.random(total).astype(np.float32) if spec.weighted else None,
-            )
+            keys = np.floor(self.num_keys * rng.random(total) ** 3).astype(np.int64) - 5
+            offsets = None if spec.hotness == "one_hot" else np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+            weights = rng.random(total).astype(np.float32) if spec.weighted else None
+            features[spec.name] = FeatureKeys(keys, offsets, weights)
         return RawBatch(label, dense, features)
 
     def write(self, path: Path) -> Path:
@@ -251,23 +250,28 @@ def gone_from(index: int) -> Callable[[int, EncodedBatch], None]:
 
 
 def assert_same_bits(ours: Result, theirs: Result) -> None:
-    assert ours.rows.keys() == theirs.rows.keys()
-    for name, (keys, fields) in ours.rows.items():
-        np.testing.assert_array_equal(keys, theirs.rows[name][0])
-        for mine, other in zip(fields, theirs.rows[name][1], strict=True):
-            np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32), err_msg=name)
+    """Compare rows, optimizer state and dense weights bit for bit."""
+    for mine, other, name in pairs(ours, theirs):
+        np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32), err_msg=name)
     for name, weight in ours.dense.items():
         assert torch.equal(weight, theirs.dense[name]), name
 
 
 def assert_close(ours: Result, theirs: Result) -> None:
+    """Compare keys exactly, rows, optimizer state and dense weights within 1e-5."""
+    for mine, other, name in pairs(ours, theirs):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5, err_msg=name)
+    for name, weight in ours.dense.items():
+        torch.testing.assert_close(weight.cpu(), theirs.dense[name].cpu(), rtol=1e-5, atol=1e-5)
+
+
+def pairs(ours: Result, theirs: Result) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32], str]]:
+    """Yield the rows and states of the same tables, which have the same keys."""
     assert ours.rows.keys() == theirs.rows.keys()
     for name, (keys, fields) in ours.rows.items():
         np.testing.assert_array_equal(keys, theirs.rows[name][0])
         for mine, other in zip(fields, theirs.rows[name][1], strict=True):
-            np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5, err_msg=name)
-    for name, weight in ours.dense.items():
-        torch.testing.assert_close(weight.cpu(), theirs.dense[name].cpu(), rtol=1e-5, atol=1e-5)
+            yield mine, other, name
 
 
 def open_store(path: Path, case: Case, engine: str, **options: Any) -> tc.Store:
@@ -313,11 +317,6 @@ def smallest_host_budget(store: tc.Store, passes: tc.PassDataset, **options: Any
 def table(
     name: str, dim: int, optimizer: Any = None, initializer: Any = None, seed: int = 7, dtype: str = "float32"
 ) -> tc.Table:
-    return tc.Table(
-        name=name,
-        dim=dim,
-        optimizer=optimizer or tc.optim.Adagrad(learning_rate=0.05),
-        initializer=initializer or tc.init.Uniform(low=-0.1, high=0.1),
-        seed=seed,
-        dtype=dtype,
-    )
+    optimizer = optimizer or tc.optim.Adagrad(learning_rate=0.05)
+    initializer = initializer or tc.init.Uniform(low=-0.1, high=0.1)
+    return tc.Table(name=name, dim=dim, optimizer=optimizer, initializer=initializer, seed=seed, dtype=dtype)

@@ -68,9 +68,6 @@ def one_sentence(kind: type[Exception] | tuple[type[Exception], ...], *words: st
         assert word in text, text
 
 
-# -- budgets -------------------------------------------------------------------------------------------------
-
-
 def test_a_device_budget_below_the_passes_names_the_bytes_they_need(store: tc.Store, passes: tc.PassDataset) -> None:
     with tiered(store, passes) as cache:
         needed = cache.device_bytes
@@ -110,9 +107,6 @@ def test_options_of_another_training_are_refused(
         tiered(store, passes, **options)
 
 
-# -- datasets and stores that do not belong together -----------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -131,9 +125,6 @@ def test_evaluation_data_of_other_features_is_refused(store: tc.Store, passes: t
     other = replace(CASE, specs=specs).cut(tmp_path / "others")
     with tiered(store, passes) as cache, one_sentence(DatasetError, "'g'", "hotness 'ragged'", "has hotness"):
         next(iter(cache.evaluate(other)))
-
-
-# -- register() --------------------------------------------------------------------------------------------------
 
 
 class Holder:

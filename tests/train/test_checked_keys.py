@@ -156,9 +156,6 @@ def test_frozen_tables_are_looked_up_and_count(tmp_path: Path, in_order: tc.Pass
         assert all((a != b).any() for a, b in zip(before, step.model.top.parameters(), strict=True))  # type: ignore[union-attr]
 
 
-# -- refusals -----------------------------------------------------------------------------------------------
-
-
 REFUSED: dict[str, tuple[Callable[[tc.Pass], object], type[Exception], list[str]]] = {
     "a dataset of another length": (
         lambda p: p.loader(Clicks(601)), DatasetError, ["has 601 samples, but had 600 when its key sets were recorded"],

@@ -314,16 +314,31 @@ def test_labels_that_are_kept_keep_no_ids(one_pass: tc.PassDataset, device: str,
     assert seen[1][1] == seen[0][1]
 
 
-@pytest.mark.sampled(2)
+def batches_of(p: Any, passes: tc.PassDataset, how: int | str) -> Iterator[Any]:
+    """Yield batches made some batches ahead, or of raw keys, some of which are missing."""
+    if isinstance(how, int):
+        yield from p.batches(10, prefetch=how)
+        return
+    for first in range(0, 200, 10):
+        keys, others = batch_arguments(passes, 0, first, 10)
+        if how != "error":
+            keys["f"] = keys["f"].clone()
+            keys["f"][:3] = 10**9
+        yield p.batch(keys, **others, missing=how)
+
+
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(one_pass: tc.PassDataset, device: str, ahead: int) -> None:
+@pytest.mark.parametrize("how", [0, 2, "error", "zero", "load"])
+def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(
+    one_pass: tc.PassDataset, tmp_path: Path, device: str, how: int | str
+) -> None:
     backend = DEVICES[device]()
-    cache = resident(one_pass, device=backend)
+    cache = resident(one_pass if isinstance(how, int) else key_sets(tmp_path / "keys", one_pass), device=backend)
     lookups, before, held = Lookups(cache), left(), []
     with first_pass(cache) as p:
         for rest in (3, 9):
-            batches = p.batches(10, prefetch=ahead)
+            batches = batches_of(p, one_pass, how)
             for _ in range(rest):
                 batch = next(batches)
                 lookups.step(batch)
@@ -361,23 +376,6 @@ def test_a_batch_of_an_evaluation_is_gone_when_it_is_dropped(one_pass: tc.PassDa
         assert not kept.groups
         del part, slices, tiers
     assert left() == before
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("missing", ["error", "zero", "load"])
-def test_a_batch_of_raw_keys_is_gone(one_pass: tc.PassDataset, tmp_path: Path, device: str, missing: Any) -> None:
-    cache = tc.InMemoryCache(key_sets(tmp_path / "keys", one_pass), device=DEVICES[device]())
-    lookups, before = Lookups(cache), left()
-    with first_pass(cache) as p:
-        for first in range(0, 60, 10):
-            keys, others = batch_arguments(one_pass, 0, first, 10)
-            if missing != "error":
-                keys["f"] = keys["f"].clone() if isinstance(keys["f"], torch.Tensor) else keys["f"].copy()
-                keys["f"][:3] = 10**9
-            lookups.step(p.batch(keys, **others, missing=missing))
-        del keys, others
-        assert left() == before
 
 
 def test_a_batch_that_failed_keeps_no_memory(one_pass: tc.PassDataset, monkeypatch: pytest.MonkeyPatch) -> None:

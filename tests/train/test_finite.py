@@ -196,8 +196,3 @@ def test_a_pass_whose_only_step_a_scaler_skips_is_trained(tmp_path: Path, *, dro
             seen.append(p.index)
         assert all(torch.isfinite(one).all() for one in model.parameters())
     assert seen == [0, 1, 2]
-
-
-def test_an_unknown_mode_is_refused(passes: tc.PassDataset) -> None:
-    with one_sentence(ValueError, "on_nonfinite 'raise'", "'stop', 'warn', 'ignore'"):
-        Training(CASE, passes, on_nonfinite="raise")
