@@ -1,6 +1,7 @@
 """Lookups whose output exceeds the caches: rows are read in memory order, and the step need not sort."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,13 @@ CASE = Case(
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Count the calls of kernels."""
     counts: dict[str, int] = {}
+
+    def counted(name: str, kernel: Any, *arguments: Any) -> Any:
+        counts[name] = counts.get(name, 0) + 1
+        return kernel(*arguments)
+
     for name in ("spread_one", "pool_one", "sort_slots"):
-
-        def counted(*arguments: Any, name: str = name, kernel: Any = getattr(cpu_backend, name)) -> Any:
-            counts[name] = counts.get(name, 0) + 1
-            return kernel(*arguments)
-
-        monkeypatch.setattr(cpu_backend, name, counted)
+        monkeypatch.setattr(cpu_backend, name, partial(counted, name, getattr(cpu_backend, name)))
     return counts
 
 
