@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 import tiercache as tc
 from tests.dist.pool import RanksPool
@@ -224,50 +223,6 @@ def test_ranks_shard_the_weights_of_a_converted_model(ranks_pool: RanksPool, tmp
             for name, rows in weights.items():
                 assert np.array_equal(store.lookup(name, np.arange(rows.shape[0]))["vector"], rows)
                 assert store.live_rows(name) == rows.shape[0]
-
-
-class Student(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.vectors, self.top = Small(mode="sum"), nn.Linear(8, 1)
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        user, item = self.vectors.user_emb(batch.features["user"]), self.vectors.items(batch.features["item"])
-        return self.top(torch.cat([user, item], dim=1)).squeeze(1)
-
-
-def trained_beside(folder: Path, data: tc.PassDataset, *, others: bool) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = tc.convert(Student(), data, {"vectors.items": "item", "vectors.user_emb": "user"})
-    teacher = copy.deepcopy(model).requires_grad_(False)
-    average: Any = AveragedModel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tiered(folder, data, model=[model, teacher] if others else model, optimizer=optimizer) as cache:
-        for p in cache.passes(epochs=2):
-            for _ in range(2):
-                batch = p.batch({"user": np.array([1, 2, 2]), "item": np.array([3, 4, 3]), "seen": ([5], [0, 1, 1, 1])})
-                found = model(batch)
-                loss = found.square().sum()
-                if others:
-                    rows = [one.vectors.user_emb(batch) for one in (model, teacher, average.module)]
-                    assert torch.equal(rows[0], rows[1])
-                    assert torch.equal(rows[0], rows[2])
-                    assert not teacher(batch).requires_grad
-                    loss = loss + 0 * (average(batch).detach() + teacher(batch)).sum()
-                descend(loss, cache.optimizer)
-                average.update_parameters(model)
-        cache.drain()
-        rows = {name: cache.store.lookup(name, np.arange(6), missing="initial")["vector"] for name in ("user", "item")}
-    return rows | {name: value.numpy() for name, value in model.state_dict().items()}
-
-
-def test_a_teacher_and_an_average_read_the_rows_that_a_model_trains(tmp_path: Path) -> None:
-    data = tc.write_key_sets(tmp_path / "p", SCHEMA, [{"user": np.arange(1, 3), "item": np.arange(3, 6)}] * 2)
-    alone, together = (trained_beside(tmp_path / f"{others}.tc", data, others=others) for others in (False, True))
-    assert alone.keys() == together.keys()
-    for name, values in alone.items():
-        np.testing.assert_array_equal(values, together[name])
-    assert np.any(alone["user"][1])
 
 
 def test_keys_that_wrapped_to_32_bits_get_a_sentence(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import tiercache as tc
 from tests.crash.told import finish, start
 from tests.files import flip
 from tests.store.failing import FailingEngine
-from tests.store.places import byte_of, places
+from tests.store.places import places
 from tests.store.reader import digest, read_on
 from tests.train.cases import (
     SPECS,
@@ -28,13 +28,11 @@ from tests.train.cases import (
     result_of,
     smallest_host_budget,
     table,
-    tiered,
-    train,
 )
 from tests.train.loops import train_store
 from tests.train.test_bad_input import one_sentence
 from tiercache.store import MemoryEngine, Store, verify
-from tiercache.store.store_errors import CorruptBlockError, CorruptStoreError, StoreFullError
+from tiercache.store.store_errors import CorruptBlockError, StoreFullError
 
 CASE = Case(
     tables=(table("a", 128), table("b", 5, tc.optim.Adam(learning_rate=0.01))),
@@ -145,17 +143,6 @@ def test_a_flipped_byte_in_a_block_is_refused_on_load_and_never_trained(trained:
     assert 4 <= stands[1] <= waiting
     with tc.Store.open(trained, mode="r") as store:
         assert place(store) == stands
-
-
-def test_a_flipped_byte_in_the_dense_state_is_found_and_refused(trained: Path, passes: tc.PassDataset) -> None:
-    with tc.Store.open(trained, mode="r") as store:
-        name = store.commit.own.state.name
-    flip(*byte_of(trained, name), 0x10)
-    assert "dense state" in verify(trained)["problems"][0]
-    with tc.Store.open(trained, tables=CASE.tables) as store, tiered(store, passes) as cache:
-        with one_sentence(CorruptStoreError, "dense state", ": "):
-            train(cache, CASE)
-        assert cache.reports == []
 
 
 USED = Case(tables=(table("a", 3), table("b", 5)), specs=SPECS)

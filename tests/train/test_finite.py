@@ -161,21 +161,6 @@ def test_a_training_goes_on_where_it_was_told_to(passes: tc.PassDataset, mode: s
     assert training.committed == 3
 
 
-def test_gradients_that_a_scaler_drops_stop_nothing(passes: tc.PassDataset) -> None:
-    training, scaler = Training(CASE, passes), torch.amp.GradScaler("cpu")
-    for p in training.cache.passes(epochs=1):
-        for i, batch in enumerate(p.batches(16)):
-            loss = training.model(batch).square().mean()
-            scaler.scale(loss * (math.inf if i == 1 else 1.0)).backward()
-            if p.index == 1:
-                scaler.unscale_(training.optimizer)
-                training.cache.clip_grad_norm_(1.0)
-            scaler.step(training.optimizer)
-            scaler.update()
-            training.optimizer.zero_grad()
-    assert training.committed == 3
-
-
 @pytest.mark.parametrize("drops_first", [True, False])
 def test_a_pass_whose_only_step_a_scaler_skips_is_trained(tmp_path: Path, *, drops_first: bool) -> None:
     table = tc.Table(name="a", dim=4, optimizer=tc.optim.SGD(learning_rate=1.0))
