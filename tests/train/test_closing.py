@@ -16,18 +16,7 @@ import pytest
 import torch
 
 import tiercache as tc
-from tests.train.cases import (
-    SPECS,
-    Case,
-    change_reads,
-    gone_from,
-    open_store,
-    registered,
-    resident,
-    table,
-    tiered,
-    train,
-)
+from tests.train.cases import SPECS, Case, change_reads, gone_from, open_store, registered, table, tiered, train
 from tests.train.devices import DEVICE, DEVICES, shim
 from tests.train.loops import first_pass
 from tests.train.raw import batch_arguments, key_sets
@@ -295,7 +284,7 @@ def test_a_block_is_not_written_to_before_its_copy() -> None:
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_labels_that_are_kept_keep_no_ids(one_pass: tc.PassDataset, device: str, ahead: int) -> None:
     """Labels of many batches, for a metric, take the memory of columns alone."""
-    cache = resident(one_pass, device=DEVICES[device]())
+    cache = tc.InMemoryCache(one_pass, device=DEVICES[device]())
     backend, bag = cache._backend, tc.EmbeddingBagCollection(cache.schema)
     labels, seen = [], []
     with torch.no_grad(), first_pass(cache) as p:
@@ -334,7 +323,9 @@ def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(
     one_pass: tc.PassDataset, tmp_path: Path, device: str, how: int | str
 ) -> None:
     backend = DEVICES[device]()
-    cache = resident(one_pass if isinstance(how, int) else key_sets(tmp_path / "keys", one_pass), device=backend)
+    cache = tc.InMemoryCache(
+        one_pass if isinstance(how, int) else key_sets(tmp_path / "keys", one_pass), device=backend
+    )
     lookups, before, held = Lookups(cache), left(), []
     with first_pass(cache) as p:
         for rest in (3, 9):
@@ -354,7 +345,7 @@ def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_batch_of_an_evaluation_is_gone_when_it_is_dropped(one_pass: tc.PassDataset, device: str) -> None:
-    cache, before = resident(one_pass, device=DEVICES[device]()), left()
+    cache, before = tc.InMemoryCache(one_pass, device=DEVICES[device]()), left()
     bag = tc.EmbeddingBagCollection(cache.schema, ["f", "g"])
     with (
         open_store(one_pass.path, ONE_PASS, "memory") as store,
@@ -380,7 +371,7 @@ def test_a_batch_of_an_evaluation_is_gone_when_it_is_dropped(one_pass: tc.PassDa
 
 def test_a_batch_that_failed_keeps_no_memory(one_pass: tc.PassDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     change_reads(monkeypatch, gone_from(20))
-    cache, before = resident(one_pass, device=shim()), left()
+    cache, before = tc.InMemoryCache(one_pass, device=shim()), left()
     with first_pass(cache) as p:
         batches = p.batches(20, prefetch=1)
         next(batches)
@@ -393,7 +384,7 @@ def test_a_batch_that_failed_keeps_no_memory(one_pass: tc.PassDataset, monkeypat
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_output_may_be_changed_in_place(one_pass: tc.PassDataset, device: str) -> None:
-    cache = resident(one_pass, device=DEVICES[device]())
+    cache = tc.InMemoryCache(one_pass, device=DEVICES[device]())
     bag, single = tc.EmbeddingBagCollection(cache.schema, ["f", "h"]), tc.EmbeddingCollection(cache.schema, ["f"])
     rows, sums = cache.optimizer.rows, []
     with first_pass(cache) as p:
@@ -411,7 +402,7 @@ def test_an_output_may_be_changed_in_place(one_pass: tc.PassDataset, device: str
 if DEVICE == "cuda":
 
     def test_memory_of_batches_on_a_gpu_stays_what_it_is(one_pass: tc.PassDataset) -> None:
-        cache = resident(one_pass, device="cuda")
+        cache = tc.InMemoryCache(one_pass, device="cuda")
         lookups, seen = Lookups(cache), []
         with first_pass(cache) as p:
             for batch in p.batches(10, prefetch=2):
