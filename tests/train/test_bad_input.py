@@ -100,9 +100,7 @@ def test_the_host_budget_that_the_error_names_is_enough(tmp_path: Path, passes: 
         ({"order_seed": 1}, DatasetError, ["in this order", "commit 3"]),  # it decides next uses
     ],
 )
-def test_options_of_another_training_are_refused(
-    store: tc.Store, passes: Any, options: Any, kind: Any, words: Any
-) -> None:
+def test_options_that_do_not_fit_are_refused(store: tc.Store, passes: Any, options: Any, kind: Any, words: Any) -> None:
     with one_sentence(kind, *words):
         tiered(store, passes, **options)
 
@@ -209,9 +207,7 @@ def test_state_that_became_unstorable_stops_the_commit(tmp_path: Path, passes: t
         ("model", 2, ["'model'", "top.weight", "size mismatch"]),
     ],
 )
-def test_other_objects_than_in_the_commit_are_refused(
-    store: Any, passes: Any, name: str, outputs: int, words: Any
-) -> None:
+def test_other_objects_than_committed_are_refused(store: Any, passes: Any, name: str, outputs: int, words: Any) -> None:
     with tiered(store, passes) as cache:
         model = Net(cache, CASE)
         model.top = nn.Linear(model.bag.out_features + 1, outputs)

@@ -95,9 +95,7 @@ WRONG: dict[str, tuple[Callable[[Training, tc.Batch], Any], str]] = {
     ("optimizer", "at"), [*((name, (1, 2)) for name in OPTIMIZERS), ("adagrad", (0, 0)), ("adagrad", (2, 3))]
 )
 @pytest.mark.parametrize("what", WRONG)
-def test_rows_that_are_not_finite_stop_a_training(
-    tmp_path: Path, optimizer: str, what: str, at: tuple[int, int]
-) -> None:
+def test_rows_that_are_not_finite_stop_training(tmp_path: Path, optimizer: str, what: str, at: tuple[int, int]) -> None:
     wrong, tables = WRONG[what]
     case = case_of(OPTIMIZERS[optimizer])
     training = Training(case, case.cut(tmp_path / "passes"))

@@ -101,9 +101,7 @@ def test_what_is_kept_is_the_state_of_then_and_training_goes_on_to_the_same_bits
 
 
 @pytest.mark.parametrize("moment", [MIDDLE, LAST])
-def test_a_training_that_fails_after_keep_goes_on_there(
-    tmp_path: Path, passes: Any, expected: Any, moment: Any
-) -> None:
+def test_a_training_that_fails_after_keep_goes_on(tmp_path: Path, passes: Any, expected: Any, moment: Any) -> None:
     path = tmp_path / "s"
 
     def each_batch(*now: int) -> None:
