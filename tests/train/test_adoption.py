@@ -36,11 +36,9 @@ from tiercache.rows.prefetch import initial_vectors
 
 TABLES, ROWS, DIM, DENSE = 8, 400, 16, 4
 PASSES, BATCHES, BATCH, EPOCHS = 8, 5, 32, 5
-SAMPLES = BATCH * BATCHES - 5
-"""Samples of a pass: its last batch is smaller, and is not divided by two."""
+SAMPLES = BATCH * BATCHES - 5  # of a pass: its last batch is smaller, and is not divided by two
 STEPS = PASSES * BATCHES * EPOCHS
-GIVEN_UP = STEPS // 2 + 2
-"""The step at which a training ends, to be resumed from its last commit."""
+GIVEN_UP = STEPS // 2 + 2  # the step at which a training ends, to be resumed from its last commit
 DENSE_RATE, ROW_RATE = 0.05, 0.2
 ROW_OPTIMIZERS = {
     "SGD": tc.optim.SGD(learning_rate=ROW_RATE),
@@ -122,18 +120,12 @@ loss_of = nn.BCEWithLogitsLoss()
 class Loop:
     """What a training loop has besides forward, backward and step."""
 
-    scales: bool = False
-    """It scales the loss; with an overflow at every 37th step."""
-    clip: float | None = None
-    """It clips the norm of all gradients."""
-    accumulates: int = 1
-    """The batches of a step; the rest of a pass is a step too."""
-    schedule: str | None = None
-    """Its rates change at every "batch" or "pass"."""
-    ahead: bool = False
-    """It takes its batches from a loader that fetches one ahead and does not know passes."""
-    two_optimizers: bool = False
-    """Each backward reaches the parameters of both, and each step takes only its own."""
+    scales: bool = False  # the loss, with an overflow at every 37th step
+    clip: float | None = None  # the norm of all gradients
+    accumulates: int = 1  # batches of a step; the rest of a pass is a step too
+    schedule: str | None = None  # rates change at every "batch" or "pass"
+    ahead: bool = False  # a loader that does not know passes fetches one batch ahead
+    two_optimizers: bool = False  # a backward reaches the parameters of both, a step takes its own
 
 
 LOOPS = {

@@ -12,8 +12,7 @@ from tiercache.rows.backends.host_arrays import BufferPool
 from tiercache.train.batches import sample_order
 from tiercache.train.passes import Pass
 
-MANY = 10**15
-"""Samples of a pass whose order does not fit in memory."""
+MANY = 10**15  # samples of a pass whose order does not fit in memory
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

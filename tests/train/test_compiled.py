@@ -17,8 +17,7 @@ from tests.train.devices import DEVICES
 from tests.train.loops import descend, first_pass
 from tiercache.train import lookup_ops
 
-CASE = Case(tables=(table("a", 4), table("b", 6)), specs=SPECS, num_samples=70, pass_rows=35)
-"""Passes of 16, 16 and 3 samples."""
+CASE = Case(tables=(table("a", 4), table("b", 6)), specs=SPECS, num_samples=70, pass_rows=35)  # 16, 16, 3
 
 
 class Model(nn.Module):

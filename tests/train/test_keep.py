@@ -37,8 +37,7 @@ from tiercache.store import CommitMissingError, TableMismatchError
 
 CASE = Case(tables=(table("a", 8), table("b", 3, tc.optim.Adam(learning_rate=0.01))), specs=SPECS, num_samples=128)
 """Two passes of 64 samples, four batches each; two epochs."""
-MIDDLE, LAST, END = (2, 1), (1, 3), (3, 3)
-"""A batch in the middle of a pass, the last of one, and the last of all."""
+MIDDLE, LAST, END = (2, 1), (1, 3), (3, 3)  # batches: in a pass, the last of one, and the last of all
 
 
 @pytest.fixture(scope="module")
