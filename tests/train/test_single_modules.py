@@ -102,6 +102,16 @@ def test_a_batch_moves_as_tensors_do(batch: tc.Batch) -> None:
     assert torch.equal(pinned.label, batch.label)
 
 
+@pytest.mark.parametrize("module", [tc.EmbeddingBag, tc.Embedding])
+def test_gradients_scaled_by_frequency_are_refused_after_creation(module: type[tc.Embedding]) -> None:
+    """Torch's modules can be set to it at any time; ours would go on adding gradients up."""
+    made = module(CASE.schema, "f")
+    made.scale_grad_by_freq = False
+    with one_sentence(ValueError, "scale_grad_by_freq", "looks up 'f'", "pass weights"):
+        made.scale_grad_by_freq = True
+    assert made.scale_grad_by_freq is False
+
+
 def test_batches_and_features_fit_a_line(batch: tc.Batch) -> None:
     """With the numbers that distinguish them."""
     assert repr(batch) == "Batch(16 samples of pass 0: f, g)"
