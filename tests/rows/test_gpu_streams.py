@@ -27,21 +27,16 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """Records its calls."""
-
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 
     def wait_stream(self, other: Stream) -> None:
-        """Record it."""
         self.log.append(f"{self.name} waits for {other.name}")
 
     def wait_event(self, event: Any) -> None:
-        """Record it."""
         self.log.append(f"{self.name} waits for {event}")
 
     def record_event(self) -> Any:
-        """Return a recorded event."""
         event: Any = torch.cuda.Event()
         event.record(self)
         return event
@@ -49,7 +44,6 @@ class Stream:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replace torch's streams and events by stand-ins; return what they record."""
     log: list[str] = []
     training, names = Stream("training", log), iter(("dumps", "loads", "uploads", "exchanges"))
 
@@ -87,12 +81,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def kept_in(log: list[str]) -> Any:
-    """Return a tensor that records the streams for which its memory is kept."""
     return SimpleNamespace(record_stream=lambda stream: log.append(f"kept for {stream.name}"))
 
 
 def gpu_1() -> CudaRuntime:
-    """Return GPU 1, without kernels."""
     kernels = SimpleNamespace(prepare=None, pin=None, unpin=None, stream=None)
     return CudaRuntime(kernels, 1)  # type: ignore[arg-type]
 
@@ -193,7 +185,6 @@ def test_exchanges_go_beside_the_steps_behind_them_and_not_beside_those_before(l
 
 
 def device_with(runtime: Any) -> CudaDevice:
-    """Return a device over a CuPy that has only a runtime."""
     device = CudaDevice.__new__(CudaDevice)
     device._cupy, device._device = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), nullcontext()
     device._host = SimpleNamespace(within=nullcontext)  # type: ignore[assignment]
@@ -201,7 +192,6 @@ def device_with(runtime: Any) -> CudaDevice:
 
 
 def test_host_memory_that_cannot_be_pinned_or_reached_is_told() -> None:
-    """Registered as mapped and for all threads; a system limit and another address raise errors."""
     calls: list[tuple[Any, ...]] = []
     runtime = SimpleNamespace(
         CUDARuntimeError=OSError,
@@ -245,13 +235,11 @@ class Machine:
         return self.current if target is None else target
 
     def set_device(self, index: int) -> None:
-        """Like ``cudaSetDevice``, create a context."""
         self.contexts.add(index)
         self._thread.current, self._thread.target = index, None
 
     @contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
-        """Like ``torch.cuda.device``."""
         before, self._thread.target = self.torchs, None
         if device.index != self.current:
             self.set_device(device.index)
@@ -263,7 +251,6 @@ class Machine:
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        """Like ``torch.cuda.stream``."""
         before = self.torchs
         if stream.device != before:
             self.set_device(stream.device)
@@ -274,7 +261,6 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Replace torch's devices and streams by stand-ins."""
     machine = Machine()
 
     def stream(device: torch.device, priority: int = 0) -> Any:
@@ -290,7 +276,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def kernels_of(machine: Machine, index: int) -> CudaDevice:
-    """Return a launcher for a GPU, over a CuPy that has devices, memory to lock and one kernel."""
     runtime = SimpleNamespace(
         CUDARuntimeError=OSError, hostRegister=lambda *_: None, hostUnregister=lambda *_: None,
         pointerGetAttributes=lambda address: SimpleNamespace(devicePointer=address),
@@ -308,7 +293,6 @@ launched: list[int] = []
 
 
 def use(gpu: CudaRuntime) -> None:
-    """Use all streams like a training."""
     launched.clear()
     gpu.kernels.launch("rows.pack", 1, ())
     for inside in (gpu.dumping, gpu.loading, gpu.searching, gpu.uploading):

@@ -41,13 +41,11 @@ class Pins(CpuBackend):
         self.locks: list[int] = []
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Record it."""
         assert address not in self.pinned
         self.pinned[address] = num_bytes
         self.locks.append(num_bytes)
 
     def unpin(self, address: int) -> None:
-        """Drop the record."""
         del self.pinned[address]
 
     def watch(self, patch: pytest.MonkeyPatch) -> list[int]:
@@ -70,7 +68,6 @@ class Pins(CpuBackend):
         return moves
 
     def check(self, address: int, size: int) -> None:
-        """Check a range against all pinned ones."""
         for begin, pinned in self.pinned.items():
             assert address + size <= begin or begin + pinned <= address, "a GPU would read other pages than these"
 
@@ -87,7 +84,6 @@ class Owner:
         self._number = 0
 
     def run(self, operation: Operation) -> None:
-        """Do one action, if there is space, or a region, for it."""
         what, a, b = operation
         if what == "take":
             pages = max(1, a)
@@ -120,7 +116,6 @@ class Owner:
         self.held[region] = region.first_page, region.last_page, number
 
     def check(self) -> None:
-        """Check every byte in use, and count the pages from the system."""
         assert not self.backend.pinned
         for region, (first, last, number) in self.held.items():
             assert (region.first_page, region.last_page) == (first, last)
@@ -131,7 +126,6 @@ class Owner:
 
 
 def resident_pages(region: PinnedRegion) -> int:
-    """Return the system's number of resident pages of a region."""
     found = np.zeros(REGION, dtype=np.uint8)
     mincore = ctypes.CDLL(None).mincore
     mincore.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
@@ -141,7 +135,6 @@ def resident_pages(region: PinnedRegion) -> int:
 
 @pytest.fixture(autouse=True)
 def few_pages_are_moved() -> Iterator[None]:
-    """Move runs of four pages already."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pinned_arena, "_MOVED_PAGES", 4)
         yield
@@ -226,7 +219,6 @@ def test_a_long_run_of_passes_does_not_break_memory_into_crumbs(monkeypatch: pyt
 
 
 def maps() -> list[tuple[int, int]]:
-    """Return the address ranges that the system has mapped for this process."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [(int(first, 16), int(last, 16)) for first, last in (line.split()[0].split("-") for line in lines)]
 

@@ -48,14 +48,12 @@ class PinningGpu(ShimRuntime):
         self.pins, self.unpins, self.most = list[int](), 0, most
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Record it, or refuse."""
         if sum(self.pins) + num_bytes > self.most:
             raise CudaError(f"{num_bytes:,} bytes of host memory cannot be pinned for the GPU")
         super().pin(address, num_bytes)
         self.pins.append(num_bytes)
 
     def unpin(self, address: int) -> None:
-        """Record it."""
         super().unpin(address)
         self.unpins += 1
 

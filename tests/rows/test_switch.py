@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from contextlib import contextmanager
+from itertools import count
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from tests.train.cases import (
     Case,
+    Net,
     Spec,
     assert_bits_of_memory,
     open_store,
@@ -100,8 +102,6 @@ def test_a_pass_that_cannot_be_planned_does_not_end_those_before_it(tmp_path: Pa
 
 
 def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(tmp_path: Path) -> None:
-    """The error message reaches the training loop; a new run resumes from the last commit with the same bits."""
-
     def refuse(_packer: Any, plan: PassPlan, *_: Any) -> None:
         if plan.pass_index == 2:
             raise MemoryError("no room for pass 2")
@@ -201,7 +201,6 @@ class QueueingBackend(Streams, CpuBackend):
         self._lock = threading.Lock()
 
     def queue(self, pass_index: int, _batch: int) -> None:
-        """Give the device steps of a pass to do."""
         with self._lock:
             self._queued.add(pass_index)
 
@@ -220,28 +219,22 @@ class QueueingBackend(Streams, CpuBackend):
         return SimpleNamespace(wait=wait)
 
     def now(self) -> float:
-        """Return the time of this thread's clock."""
         return self.seconds[threading.get_ident()]
 
     def dumped(self) -> Any:
-        """Return an event after all steps."""
         return self.reach("dumped", 1.0)
 
     def loaded(self) -> Any:
-        """Return an event after all steps."""
         return self.reach("loaded", 1.0)
 
     def trained(self) -> Any:
-        """Return an event at the last step."""
         return self.reach("trained", 0.0)
 
     def pack(self, *arguments: Any) -> None:
-        """Record it."""
         self.log.append("pack")
         super().pack(*arguments)
 
     def unpack(self, *arguments: Any) -> None:
-        """Record it."""
         self.log.append("unpack")
         super().unpack(*arguments)
 
@@ -319,19 +312,31 @@ def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [
-        (Packer, "unpack"),
-        (Packer, "activate"),
-        (Packer, "lay_out_staged"),
-        (HostTier, "keep"),
-        (HostTier, "enter"),
-    ],
+    [(Packer, "unpack"), (Packer, "activate"), (Packer, "lay_out_staged"), (HostTier, "keep"), (HostTier, "enter")],
 )
+def fails(cache: TierCache, owner: type, method: str, call: int, *, drains: bool = False) -> tuple[Net, Any]:
+    """Train to an error at a call of a method; return model and optimizer."""
+    model, optimizer = registered(cache, CASE)
+    calls = count(1)
+
+    def fail(self: Any, *_: Any, **__: Any) -> None:
+        if next(calls) == call:
+            if drains:
+                self.drain()
+            raise OSError(f"no {method} today")
+
+    with pytest.MonkeyPatch.context() as patch:
+        precede(patch, owner, method, fail)
+        with pytest.raises(OSError, match=f"no {method} today"):
+            run(cache, CASE, model, optimizer)
+    optimizer.zero_grad()
+    return model, optimizer
+
+
 def test_a_failure_leaves_no_memory_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
 ) -> None:
-    """Its message reaches the training loop, all regions are returned, and the same cache continues."""
-    passes, calls = CASE.cut(tmp_path / "passes"), list[int]()
+    passes = CASE.cut(tmp_path / "passes")
     take, out = PinnedArena.take, list[int]()
 
     def taking(memory: PinnedArena, num_bytes: int) -> Any:
@@ -339,48 +344,26 @@ def test_a_failure_leaves_no_memory_behind(
         out.append(id(region))
         return region
 
-    def fail(*_: Any, **__: Any) -> None:
-        calls.append(1)
-        if len(calls) == 4:
-            raise OSError(f"no {method} today")
-
     with open_store(tmp_path / "x", CASE, "lmdb") as store:
         smallest = smallest_host_budget(store, passes)
         with tiered(store, passes, host_budget=smallest) as cache:
-            model, optimizer = registered(cache, CASE)
             monkeypatch.setattr(PinnedArena, "take", taking)
             precede(monkeypatch, PinnedArena, "give_back", lambda _, region: out.remove(id(region)))
-            precede(monkeypatch, owner, method, fail)
-            with pytest.raises(OSError, match=f"no {method} today"):
-                run(cache, CASE, model, optimizer)
+            model, optimizer = fails(cache, owner, method, 4)
             assert not out
-            monkeypatch.undo()
-            optimizer.zero_grad()
             run(cache, CASE, model, optimizer)
             assert cache.host_bytes_peak <= smallest
         assert_bits_of_memory(store, passes, model, CASE)
 
 
-@pytest.mark.parametrize("method", ["switch", "finish"])
+@pytest.mark.parametrize(("method", "call"), [("switch", 3), ("finish", 1)])
 def test_a_pass_that_fails_while_it_ends_is_trained_again_from_the_commit_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    tmp_path: Path, method: str, call: int
 ) -> None:
     """Also if that commit was durable by then, so that the newest commit is where the pass began."""
-    passes, calls = CASE.cut(tmp_path / "passes"), list[int]()
-
-    def fail(switcher: PassSwitcher, *_: Any, **__: Any) -> None:
-        calls.append(1)
-        if len(calls) == (3 if method == "switch" else 1):
-            switcher.drain()
-            raise OSError(f"no {method} today")
-
+    passes = CASE.cut(tmp_path / "passes")
     with open_store(tmp_path / "x", CASE, "lmdb") as store:
         with tiered(store, passes) as cache:
-            model, optimizer = registered(cache, CASE)
-            precede(monkeypatch, PassSwitcher, method, fail)
-            with pytest.raises(OSError, match=f"no {method} today"):
-                run(cache, CASE, model, optimizer)
-            monkeypatch.undo()
-            optimizer.zero_grad()
+            model, optimizer = fails(cache, PassSwitcher, method, call, drains=True)
             run(cache, CASE, model, optimizer)
         assert_bits_of_memory(store, passes, model, CASE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import tiercache as tc
 from tests.train.cases import Case, Spec, table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 RATE, DENSE_RATE, DIM = 0.5, 0.1, 4
 CASE = Case(
@@ -116,6 +117,18 @@ class World:
             torch.testing.assert_close(self.rows(name), weight.detach(), atol=tolerance, rtol=1e-5)
             moved |= bool((self.rows(name) != weight.detach()).any())
         torch.testing.assert_close(self.model.top.weight, self.theirs.top.weight, atol=tolerance, rtol=1e-5)
+
+    @contextmanager
+    def unmoved(self) -> Iterator[None]:
+        """Expect that no row moves inside."""
+        before = self.rows("a"), self.rows("b")
+        yield
+        assert all(torch.equal(old, self.rows(name)) for old, name in zip(before, "ab", strict=True))
+
+    def close(self) -> None:
+        """End the pass in the middle."""
+        self.loop.close()
+        self.cache._close(failed=True)
 
     @property
     def waiting(self) -> int:

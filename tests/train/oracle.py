@@ -61,7 +61,6 @@ class Oracle:
         self.optimizers = {name: self._optimizer(name) for name in self.tables}
 
     def _there(self, array: NDArray[Any]) -> torch.Tensor:
-        """Return a copy on the device of the training."""
         return torch.from_numpy(array.copy()).to(self.device)
 
     def _is_sparse(self, name: str) -> bool:
@@ -87,7 +86,6 @@ class Oracle:
     def bags(
         self, batch: tc.Batch, sub_dataset: int, weights: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Pool every feature with nn.EmbeddingBag: (N, sum of dims)."""
         outs = []
         for spec in self.case.specs:
             ids, rows = batch.ids[spec.name], self._rows(batch, sub_dataset, spec.name, spec.table)
@@ -109,7 +107,6 @@ class Oracle:
         return torch.cat(outs, dim=1)
 
     def vectors(self, batch: tc.Batch, sub_dataset: int) -> dict[str, torch.Tensor]:
-        """Look every feature up with nn.Embedding: (ids, dim)."""
         outs = {}
         for spec in self.case.specs:
             module = nn.Embedding(
@@ -120,14 +117,12 @@ class Oracle:
         return outs
 
     def set_learning_rate(self, rate: float) -> None:
-        """Change the rate of every table."""
         for name, optimizer in self.optimizers.items():
             self.rates[name] = rate
             if optimizer is not None:
                 optimizer.param_groups[0]["lr"] = rate
 
     def step(self) -> None:
-        """Step every table and drop the gradients."""
         for name, optimizer in self.optimizers.items():
             if optimizer is not None:
                 optimizer.step()

@@ -41,14 +41,12 @@ Rows = dict[str, dict[int, "NDArray[np.float32]"]]
 
 
 def own_keys(p: int) -> dict[str, Any]:
-    """Return a batch of all keys of a pass."""
     keys, n = np.array(PASS_KEYS[p]), len(PASS_KEYS[p])
     ones = keys, np.arange(n + 1)
     return {"one": keys, "bag": ones, "pair": np.stack([keys, keys], 1), "c": ones}
 
 
 def write_passes(folder: Path) -> tc.PassDataset:
-    """Write the three passes, the same keys in each table."""
     return tc.write_key_sets(folder, SCHEMA, [dict.fromkeys("abc", keys) for keys in PASS_KEYS])
 
 
@@ -110,7 +108,6 @@ def run_raw(
 
 
 def train_raw(cache: Any, case: Case, samples: tc.PassDataset, *, seed: int = 1, **options: Any) -> Net:
-    """Train a case by raw keys."""
     model, optimizer = registered(cache, case, seed)
     run_raw(cache, case, samples, model, optimizer, **options)
     return model

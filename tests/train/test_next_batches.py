@@ -28,7 +28,6 @@ CASE = ahead.CASE
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    """No thread outlives its cache, whatever a test does."""
     yield
     gc.collect()
     wait_for(lambda: not threads())
@@ -104,7 +103,6 @@ def test_the_first_batches_of_the_next_pass_are_made_while_a_pass_trains(
 
 
 def test_batches_that_were_begun_are_dropped_if_others_are_asked_for(passes: tc.PassDataset) -> None:
-    """Another size, another order, or a skipped pass: the requested batches are yielded."""
     cache = resident(passes, device=shim())
     loop = cache.passes(epochs=3)
     asked = [(10, False), (10, True), (16, True), (16, True)]

@@ -84,7 +84,6 @@ def test_a_training_whose_store_was_moved_ends_with_an_error(
 def test_a_new_store_that_budgets_refuse_is_deleted_only_where_it_was_made(
     tmp_path: Path, passes: tc.PassDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder that was put in its place meanwhile stays."""
     path = tmp_path / "model.tc"
     with pytest.raises(BudgetError):
         tiered(path, passes, host_budget=1)
@@ -135,7 +134,6 @@ DOORS: dict[str, tuple[Callable[[str, tc.PassDataset], object], str]] = {
 def test_no_door_takes_a_url_for_a_local_path(
     tmp_path: Path, passes: tc.PassDataset, monkeypatch: pytest.MonkeyPatch, door: str, url: str
 ) -> None:
-    """The error says what to pass, and nothing is created."""
     monkeypatch.chdir(tmp_path)
     CASE.write(tmp_path / "data.parquet")
     call, words = DOORS[door]

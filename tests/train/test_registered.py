@@ -33,20 +33,17 @@ CASE = Case(tables=(table("a", 4), table("b", 6)), specs=SPECS, num_samples=64, 
 
 @pytest.fixture
 def store() -> Iterator[tc.Store]:
-    """A store in memory."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as made:
         yield made
 
 
 def saved(state: object) -> bytes:
-    """Return the bytes that torch writes."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
 
 
 def new_model(passes: tc.PassDataset, kind: Any = torch.optim.SGD) -> tuple[Net, torch.optim.Optimizer]:
-    """Return a model and its optimizer."""
     model = Net(passes, CASE)
     return model, kind(model.parameters(), lr=0.1)
 
@@ -54,7 +51,6 @@ def new_model(passes: tc.PassDataset, kind: Any = torch.optim.SGD) -> tuple[Net,
 def train(
     cache: tc.TierCache, model: torch.nn.Module, optimizer: torch.optim.Optimizer, epochs: int, stop: int | None = None
 ) -> None:
-    """Train to the end of an epoch, or up to a pass."""
     for p in cache.passes(epochs=epochs):
         if p.index == stop:
             break
@@ -77,7 +73,6 @@ def test_the_state_of_a_compiled_model_has_the_names_of_the_model(store: tc.Stor
 
 
 def test_the_last_commit_is_restored_without_a_loop(store: tc.Store, passes: tc.PassDataset) -> None:
-    """Restored weights, and rows as an evaluation sees them; an open loop ends."""
     model, optimizer = new_model(passes)
     with tiered(store, passes, model=model, optimizer=optimizer) as cache:
         optimizer = cache.optimizer
@@ -97,7 +92,6 @@ def test_the_last_commit_is_restored_without_a_loop(store: tc.Store, passes: tc.
 
 
 def test_a_model_on_meta_is_refused(store: tc.Store, passes: tc.PassDataset) -> None:
-    """It has no values to train, or to commit; `to_empty` gives it some."""
     with torch.device("meta"):
         model, optimizer = new_model(passes)
     with pytest.raises(
@@ -222,8 +216,6 @@ def test_random_generators_go_on_from_a_commit() -> None:
 
 
 class Runs:
-    """A pickle that runs code when it is loaded."""
-
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("executed",)
 

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 import tiercache as tc
 from tests.train.cases import (
@@ -68,6 +66,23 @@ def two_days(folder: Path, **options: Any) -> tuple[Case, tc.PassDataset, tc.Pas
     case = one_case(**options)
     cuts = cuts_of(case, drift=3)
     return case, *(write_dataset(folder / f"d{i}", case.schema, cuts[2 * i : 2 * i + 2]) for i in range(2))
+
+
+def trained(store: tc.Store, passes: tc.PassDataset, case: Case, *, seed: int = 1, **options: Any) -> Net:
+    with tiered(store, passes, **options) as cache:
+        return train(cache, case, seed=seed)
+
+
+def stopped(store: tc.Store, passes: tc.PassDataset, case: Case, at: int) -> None:
+    """Train up to a pass."""
+
+    def stop(pass_index: int, _batch: int) -> None:
+        if pass_index == at:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError), tiered(store, passes) as cache:
+        train(cache, case, each_batch=stop)
+    assert store.commit.cursor == (at, 0)
 
 
 def day_by_day(
@@ -139,7 +154,6 @@ def test_days_equal_memory_for_any_cut_and_budget(
     tmp_path_factory: pytest.TempPathFactory, seed: int, days: int, each: int, drift: int, commit_every: int,
     small: bool,
 ) -> None:  # fmt: skip
-    """For any passes of a day, shared keys, commits and host budget."""
     path = tmp_path_factory.mktemp("days")
     case = one_case(num_samples=days * each * 16, pass_rows=16, num_keys=40, data_seed=seed, batch=8)
     cuts = cuts_of(case, drift)
@@ -156,7 +170,7 @@ def test_days_equal_memory_for_any_cut_and_budget(
 
 @pytest.mark.parametrize("engine", ["memory", "lmdb"])
 def test_a_day_of_few_keys_leaves_the_rows_of_others_where_they_are(tmp_path: Path, engine: str) -> None:
-    """Segments stay through days that use few, many and then few of their keys; the bits equal those in memory."""
+    """Segments stay through days that use few, many and then few of their keys."""
     case = one_case(tc.optim.Adam(learning_rate=0.01), num_samples=8 * 32, pass_rows=32, num_keys=120)
     cuts = cuts_of(case, drift=0)
     for few in (*cuts[2:4], *cuts[6:]):
@@ -184,14 +198,12 @@ def test_retained_segments_are_of_no_pass_of_the_new_schedule(tmp_path: Path) ->
     cuts = cuts_of(case, drift=0)
     one, two = (write_dataset(tmp_path / f"d{i}", case.schema, part) for i, part in enumerate((cuts[:3], cuts[3:])))
     with open_store(tmp_path / "s.tc", case, "memory") as store:
-        with tiered(store, one) as cache:
-            train(cache, case)
+        trained(store, one, case)
         tc.reorganize(store, two, progress=False)
         retained = [segment for segment in store.segments if segment.id in store.commit.retained_ids]
         assert {segment.pass_index for segment in retained} == {0, 1, 2}
         assert segments_by_pass(store).keys() == {BASE_PASS}
-        with tiered(store, two) as cache:
-            train(cache, case)
+        trained(store, two, case)
         assert segments_by_pass(store).keys() == {0}
 
 
@@ -209,8 +221,7 @@ def test_a_day_can_be_taken_back_to_before_the_store_was_reorganized(tmp_path: P
         store.rollback(end)
         passes = tc.PassDataset.open(tmp_path / "first" / "day2")
         tc.reorganize(store, passes, progress=False)
-        with tiered(store, passes) as cache:
-            last = train(cache, case, seed=77)
+        last = trained(store, passes, case, seed=77)
         assert store.commit.retained_ids
         assert_bits_of_memory(store, whole, last, case)
     assert verify(tmp_path / "s.tc")["problems"] == []
@@ -226,8 +237,7 @@ def test_more_epochs_of_the_same_days_go_on_as_if_never_reorganized(tmp_path: Pa
     with open_store(tmp_path / "s.tc", case, "memory") as store:
         for passes, epochs in ((days[0], 2), (days[1], 1), (days[0], 1)):
             tc.reorganize(store, passes, progress=False)
-            with tiered(store, passes) as cache:
-                model = train(cache, case, epochs=epochs)
+            model = trained(store, passes, replace(case, epochs=epochs))
         assert_bits_of_memory(store, whole, model, case)
 
 
@@ -236,8 +246,7 @@ def test_a_store_that_follows_the_schedule_is_left_as_it_is(tmp_path: Path) -> N
     case, one, two = two_days(tmp_path, num_samples=4 * 32, pass_rows=32)
     with open_store(tmp_path / "s.tc", case, "memory") as store:
         assert tc.reorganize(store, one, progress=False) is None
-        with tiered(store, one) as cache:
-            train(cache, case)
+        trained(store, one, case)
         commit = store.commit
         assert tc.reorganize(store, one, progress=False) is commit
         moved = tc.reorganize(store, two, progress=False)
@@ -247,11 +256,9 @@ def test_a_store_that_follows_the_schedule_is_left_as_it_is(tmp_path: Path) -> N
 
 
 def test_training_in_another_order_is_refused_until_the_store_was_reorganized(tmp_path: Path) -> None:
-    """The error says what to call: for another dataset, another order, and a compacted store."""
     case, one, two = two_days(tmp_path, num_samples=4 * 32, pass_rows=32)
     with open_store(tmp_path / "s.tc", case, "memory") as store:
-        with tiered(store, one) as cache:
-            train(cache, case)
+        trained(store, one, case)
         for passes, seed in ((two, None), (one, 5)):
             with pytest.raises(tc.TierCacheError, match=r"tiercache\.reorganize\(store, passes\) to continue"):
                 tiered(store, passes, order_seed=seed)
@@ -261,31 +268,26 @@ def test_training_in_another_order_is_refused_until_the_store_was_reorganized(tm
             tiered(store, one)
         assert_same_bits(before, result_of(store, one, None))
         tc.reorganize(store, one, order_seed=5, progress=False)
-        with tiered(store, one, order_seed=5) as cache:
-            train(cache, case)
+        trained(store, one, case, order_seed=5)
 
 
 def test_a_store_inside_a_pass_is_not_reorganized(tmp_path: Path) -> None:
     """The rest of the pass would never be trained."""
     case, one, two = two_days(tmp_path, num_samples=4 * 32, pass_rows=32)
     with open_store(tmp_path / "s.tc", case, "memory") as store:
-        with tiered(store, one) as cache:
-            torch.manual_seed(1)
-            model = Net(cache, case).to(cache.device)
-            cache.register(model=model)
-            for p in cache.passes(epochs=1):
-                batch = next(iter(p.batches(8)))
-                nn.BCEWithLogitsLoss()(model(batch), batch.label).backward()
-                cache.optimizer.step()
-                cache.commit()
-                break
+
+        def leave(_pass_index: int, _batch: int) -> None:
+            cache.commit()
+            raise InterruptedError
+
+        with pytest.raises(InterruptedError), tiered(store, one) as cache:
+            train(cache, case, each_batch=leave)
         with pytest.raises(ValueError, match="stands inside pass 0: train to the end of a pass"):
             tc.reorganize(store, two, progress=False)
 
 
 @pytest.mark.parametrize("engine", ["memory", "zarr"])
 def test_rows_from_outside_are_what_training_goes_on_from(tmp_path: Path, engine: str) -> None:
-    """A filled store, reorganized for a dataset, trains to the bits of a training in memory with the same rows."""
     case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=40)
     passes = write_dataset(tmp_path / "passes", case.schema, cuts_of(case, drift=5))
     cache = tc.InMemoryCache(passes)
@@ -305,8 +307,7 @@ def test_rows_from_outside_are_what_training_goes_on_from(tmp_path: Path, engine
         with pytest.raises(tc.TierCacheError, match="has no training schedule at commit 0"):
             tiered(store, passes)
         tc.reorganize(store, passes, progress=False)
-        with tiered(store, passes) as tiers:
-            model = train(tiers, case)
+        model = trained(store, passes, case)
         assert_same_bits(result_of_resident(cache, train(cache, case)), result_of(store, passes, model))
         untouched = store.lookup("item", np.array([-3]))
         assert [values[0].tolist() for values in untouched.values()] == [row.tolist() for row in given["item"][-3]]
@@ -314,7 +315,6 @@ def test_rows_from_outside_are_what_training_goes_on_from(tmp_path: Path, engine
 
 @pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
 def test_rows_imported_in_the_midst_of_a_schedule_are_what_it_goes_on_with(tmp_path: Path, engine: str) -> None:
-    """Some rows of one table, between two passes of the second epoch: the bits equal a training in memory with them."""
     case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=40, epochs=3, batch=32)
     passes = write_dataset(tmp_path / "passes", case.schema, cuts_of(case, drift=5))
     keys = np.arange(-3, 35)  # some that are trained, some that are not
@@ -328,14 +328,8 @@ def test_rows_imported_in_the_midst_of_a_schedule_are_what_it_goes_on_with(tmp_p
             for mine, values in zip(fields, memory.fields("item"), strict=True):
                 values[np.isin(theirs, keys)] = mine[[keys.tolist().index(k) for k in theirs if k in keys]]
 
-    def stop(pass_index: int, _batch: int) -> None:
-        if pass_index == 6:
-            raise InterruptedError
-
     with open_store(tmp_path / "s.tc", case, engine, retention=2) as store:
-        with pytest.raises(InterruptedError), tiered(store, passes) as tiers:
-            train(tiers, case, each_batch=stop)
-        assert store.commit.cursor == (6, 0)
+        stopped(store, passes, case, at=6)
         tc.import_store({"item": (keys, fields[0])}, store, tables=[case.tables[0]], initial_state=True)
         load_rows(store, [("item", (keys, fields))])
         with pytest.raises(tc.TierCacheError, match="has no training schedule at commit"):
@@ -364,13 +358,8 @@ def test_an_altered_store_trains_on_as_one_that_was_made_of_its_rows(tmp_path: P
     altered = replace(case, tables=tables)
     new_passes = write_dataset(tmp_path / "altered", altered.schema, cuts)
 
-    def stop(pass_index: int, _batch: int) -> None:
-        if pass_index == 6:
-            raise InterruptedError
-
     with open_store(tmp_path / "s.tc", case, engine) as store, open_store(tmp_path / "b.tc", altered, engine) as other:
-        with pytest.raises(InterruptedError), tiered(store, passes) as tiers:
-            train(tiers, case, each_batch=stop)
+        stopped(store, passes, case, at=6)
         before = {one.name: [fields[0] for _, fields in store.scan(one.name)] for one in tables}
         commit = alter(store, tables)
         assert commit.settings["tables"] == {"item": {"step": 0}, "user": {"step": 0}}
@@ -405,8 +394,7 @@ def test_a_reorganized_store_trains_at_the_smallest_host_budget(
     )  # fmt: skip
     passes = case.cut(tmp_path / "p")
     with open_store(tmp_path / "s", case, "memory") as store:
-        with tiered(store, passes) as cache:
-            train(cache, case)
+        trained(store, passes, case)
         if large_pages:
             monkeypatch.setattr("tiercache.dist.reorganize._layout", lambda _: base_layout)
         tc.reorganize(store, passes, order_seed=5, progress=False)
@@ -425,8 +413,7 @@ def test_a_page_that_no_region_holds_is_said(tmp_path: Path) -> None:
     """A plan that does not count the store's pages ends in an error, not in a loop."""
     case, one, two = two_days(tmp_path, num_samples=4 * 4096, pass_rows=4096, num_keys=9000)
     with open_store(tmp_path / "s", case, "memory") as store:
-        with tiered(store, one) as cache:
-            train(cache, case)
+        trained(store, one, case)
         tc.reorganize(store, two, progress=False)
         with tiered(store, two) as cache:
             cache._rows.memory.region_bytes = 1024

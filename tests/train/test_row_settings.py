@@ -48,7 +48,6 @@ CASES = {
 
 
 def torchs(optimizer: Any, rows: torch.Tensor) -> torch.optim.Optimizer:
-    """Return the torch optimizer with the settings of a row optimizer."""
     if isinstance(optimizer, tc.optim.RowWiseRMSprop):
         return torch.optim.RMSprop([rows], 0.1)
     if isinstance(optimizer, tc.optim.SGD):
@@ -126,8 +125,6 @@ def test_momentum_of_rows_without_a_buffer_is_refused(tmp_path: Path, settings: 
     ],
 )
 def test_settings_that_no_optimizer_takes_are_refused(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
-    """The same errors as for a table."""
-
     def begin(one: torch.optim.Optimizer) -> Callable[[], None]:
         mine = settings if "table" in one.param_groups[0] else {}
         return lambda: one.param_groups[0].update(mine)

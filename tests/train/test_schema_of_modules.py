@@ -75,7 +75,6 @@ MODULES: dict[str, Callable[[tc.Schema, str], torch.nn.Module]] = {
 
 
 def feature_of(schema: tc.Schema, words: tuple[str, ...]) -> str:
-    """Return a feature that shows an edit."""
     name = words[0].split("'")[1]
     return next(one.name for one in schema.features if name in {one.name, one.table})
 
@@ -87,7 +86,6 @@ def feature_of(schema: tc.Schema, words: tuple[str, ...]) -> str:
 def test_a_module_of_an_edited_schema_is_refused_before_its_first_lookup(
     tmp_path: Path, passes: tc.PassDataset, when: str, kind: str, edit: str
 ) -> None:
-    """The error names the module, the part of the schema, both values and what to do; no store is created."""
     schema, *words = EDITED[edit]
     module = MODULES[kind](schema, feature_of(schema, tuple(words)))
     model = torch.nn.Sequential(torch.nn.Identity(), module)

@@ -126,7 +126,6 @@ def test_the_state_of_an_optimizer_is_prior_counts_it_is_there() -> None:
 
 
 def test_rows_that_no_pass_uses_are_counted(passes: tc.PassDataset) -> None:
-    """A store that was filled from outside keeps them forever."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
         before = needed(store, passes)
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
@@ -171,7 +170,6 @@ def test_what_a_reorganization_leaves_is_counted(
 
 
 def test_the_live_rows_of_a_plan_are_those_of_the_store(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """Block by block, at the fullest commit of an epoch, against the store's segments after each pass."""
     live = []
     with tc.Store.open(tmp_path / "s", tables=CASE.tables) as store, tiered(store, passes) as cache:
         plan = cache.store_plan()
@@ -232,12 +230,11 @@ class Watched:
             self._puts = False
             self._measure()
 
-        monkeypatch.setattr(engine, "put", measured_put)
-
         def measured_then_closed(file: ScratchFile) -> None:
             self._measure()
             close(file)
 
+        monkeypatch.setattr(engine, "put", measured_put)
         monkeypatch.setattr(ScratchFile, "close", measured_then_closed)
 
     def _then_measured(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -294,7 +291,6 @@ def test_a_reorganization_takes_no_more_than_was_said(
 def test_too_small_a_budget_is_refused_before_anything_is_written(
     engine: str, tmp_path: Path, passes: tc.PassDataset
 ) -> None:
-    """With the numbers, one of which is a sufficient budget; no file is touched."""
     day, path = replace(CASE, **DAYS["a small day"]).cut(tmp_path / "day"), tmp_path / "s"
     with tc.Store.open(path, tables=CASE.tables, engine=engine) as store:
         with tiered(store, passes) as cache:

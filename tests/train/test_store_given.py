@@ -81,7 +81,6 @@ def test_what_is_said_of_a_store_that_is_open_already_is_refused(tmp_path: Path,
 def test_a_store_of_other_passes_is_put_into_their_order(
     tmp_path: Path, passes: tc.PassDataset, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A message says what may move and what is trained again; without permission it is refused."""
     with tc.TierCache(tmp_path / "model.tc", passes, **BUDGETS) as cache:
         train(cache, CASE)
     others = Case(tables=CASE.tables, specs=SPECS, num_samples=80, pass_rows=40, data_seed=5).cut(tmp_path / "others")

@@ -35,7 +35,6 @@ def train(cache: tc.TierCache, model: nn.Module, *, epochs: int, stop_in: int = 
 
 
 def made(passes: tc.PassDataset, **options: Any) -> tuple[tc.TierCache, Ours]:
-    """Return a cache and its model."""
     torch.manual_seed(0)
     model = Ours()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -55,7 +54,6 @@ def test_the_weights_of_a_converted_model_need_a_store(tmp_path: Path) -> None:
 
 
 def test_it_trains_the_bits_of_the_named_class(passes: tc.PassDataset) -> None:
-    """It is a TierCache."""
     cache, model = made(passes)
     train(cache, model, epochs=2)
     torch.manual_seed(0)
@@ -77,13 +75,11 @@ NOT_USED = {
 
 @pytest.mark.parametrize("name", NOT_USED)
 def test_an_argument_about_stores_is_refused(passes: tc.PassDataset, name: str) -> None:
-    """By name, not ignored."""
     with one_sentence(ValueError, f"does not use {name}", "path of a store"):
         tc.TierCache(None, passes, **gathered({name: NOT_USED[name]}))  # type: ignore[arg-type]
 
 
 def test_what_needs_a_store_says_so(passes: tc.PassDataset) -> None:
-    """Plans are about moving rows."""
     cache, _ = made(passes)
     for call in (cache.plan, cache.store_plan):
         with one_sentence(StateError, f"{call.__name__}() needs a store"):
