@@ -184,22 +184,27 @@ def test_exchanges_go_beside_the_steps_behind_them_and_not_beside_those_before(l
     ]  # fmt: skip
 
 
-def device_with(runtime: Any) -> CudaDevice:
-    device = CudaDevice.__new__(CudaDevice)
-    device._cupy, device._device = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), nullcontext()
-    device._host = SimpleNamespace(within=nullcontext)  # type: ignore[assignment]
-    return device
-
-
-def test_host_memory_that_cannot_be_pinned_or_reached_is_told() -> None:
-    calls: list[tuple[Any, ...]] = []
-    runtime = SimpleNamespace(
+def runtime_of(calls: list[Any]) -> Any:
+    """Return a runtime of CuPy that has only memory to lock."""
+    return SimpleNamespace(
         CUDARuntimeError=OSError,
         hostRegister=lambda *arguments: calls.append(("register", *arguments)),
         hostUnregister=lambda *arguments: calls.append(("unregister", *arguments)),
         pointerGetAttributes=lambda address: SimpleNamespace(devicePointer=address),
     )
-    device = device_with(runtime)
+
+
+def device_with(runtime: Any, within: Any = nullcontext) -> CudaDevice:
+    """Return a device over a CuPy that has only a runtime."""
+    device = CudaDevice.__new__(CudaDevice)
+    device._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    device._host = SimpleNamespace(within=within, stream=lambda: 0)  # type: ignore[assignment]
+    return device
+
+
+def test_host_memory_that_cannot_be_pinned_or_reached_is_told() -> None:
+    calls: list[tuple[Any, ...]] = []
+    device = device_with(runtime := runtime_of(calls))
     device.pin(4096, 8192)
     device.unpin(4096)
     assert calls == [("register", 4096, 8192, 3), ("unregister", 4096)]
@@ -275,32 +280,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-def kernels_of(machine: Machine, index: int) -> CudaDevice:
-    runtime = SimpleNamespace(
-        CUDARuntimeError=OSError, hostRegister=lambda *_: None, hostUnregister=lambda *_: None,
-        pointerGetAttributes=lambda address: SimpleNamespace(devicePointer=address),
-    )  # fmt: skip
-    kernels = CudaDevice.__new__(CudaDevice)
-    kernels._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
-    within = partial(machine.device, torch.device("cuda", index))
-    kernels._host = SimpleNamespace(within=within, stream=lambda: 0)
+def kernels_of(machine: Machine, index: int, launched: list[int]) -> CudaDevice:
+    """Return a launcher for a GPU, of one kernel, which records the current GPU."""
+    kernels = device_with(runtime_of([]), partial(machine.device, torch.device("cuda", index)))
     kernels.stream, kernels._streams, kernels.num_sms = kernels._host.stream, {0: None}, 1
     kernels._functions = {"rows.pack": lambda *_, **__: launched.append(machine.current)}
     return kernels
-
-
-launched: list[int] = []
-
-
-def use(gpu: CudaRuntime) -> None:
-    launched.clear()
-    gpu.kernels.launch("rows.pack", 1, ())
-    for inside in (gpu.dumping, gpu.loading, gpu.searching, gpu.uploading):
-        with inside():
-            gpu.kernels.launch("rows.pack", 1, ())
-    gpu.kernels.pin(4096, 4096)
-    gpu.kernels.unpin(4096)
-    assert launched == [1] * 5
 
 
 @pytest.mark.parametrize("others", [set(), {0}])
@@ -308,7 +293,15 @@ def test_a_training_on_gpu_1_makes_no_context_on_gpu_0(machine: Machine, others:
     """The user's thread is on GPU 0 before and after, for CUDA too if the user has a context there."""
     for index in others:
         machine.set_device(index)
-    use(CudaRuntime(kernels_of(machine, 1), 1))
+    launched = list[int]()
+    gpu = CudaRuntime(kernels_of(machine, 1, launched), 1)
+    gpu.kernels.launch("rows.pack", 1, ())
+    for inside in (gpu.dumping, gpu.loading, gpu.searching, gpu.uploading):
+        with inside():
+            gpu.kernels.launch("rows.pack", 1, ())
+    gpu.kernels.pin(4096, 4096)
+    gpu.kernels.unpin(4096)
+    assert launched == [1] * 5
     assert (machine.contexts, machine.torchs) == (others | {1}, 0)
     assert machine.current == (0 if others else 1)
 

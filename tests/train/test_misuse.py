@@ -30,6 +30,12 @@ def cache(store: tc.Store, passes: tc.PassDataset) -> Iterator[TierCache]:
         yield cache
 
 
+@pytest.fixture(params=["tiered", "resident"])
+def either(request: pytest.FixtureRequest, passes: tc.PassDataset) -> Any:
+    """A cache of either kind."""
+    return tc.InMemoryCache(passes) if request.param == "resident" else request.getfixturevalue("cache")
+
+
 class Loop:
     def __init__(self, cache: TierCache) -> None:
         self.cache, self.schema, self.passes = cache, cache.schema, cache.passes(epochs=2)
@@ -52,17 +58,6 @@ class Loop:
         self.model(batch).sum().backward()
         self.optimizer.step()
 
-    def after_its_pass(self) -> None:
-        """Look a batch up after the loop was left, which ends the pass and drops its training."""
-        batch = self.batch()
-        self.passes.close()
-        self.model(batch)
-
-    def twice(self) -> None:
-        self.begin()
-        next(self.cache.passes(epochs=2))
-        self.begin()
-
 
 MODULES = (tc.EmbeddingBagCollection, tc.EmbeddingCollection)
 
@@ -76,8 +71,11 @@ MODULES = (tc.EmbeddingBagCollection, tc.EmbeddingCollection)
             lambda w: (w.model(w.batch()).sum().backward(), w.cache.commit()),
             StateError, ["between backward and step", "zero_grad()"],
         ),
-        (Loop.after_its_pass, RuntimeError, ["has ended"]),
-        (Loop.twice, StateError, ["replaced by a newer one", "one loop at a time"]),
+        (lambda w: (batch := w.batch(), w.passes.close(), w.model(batch)), RuntimeError, ["has ended"]),
+        (
+            lambda w: (w.begin(), next(w.cache.passes(epochs=2)), w.begin()),
+            StateError, ["replaced by a newer one", "one loop at a time"],
+        ),
         *((lambda w, m=m: m(w.schema, ["f", "typo"]), ValueError, ["no feature 'typo'", "f, g, h"]) for m in MODULES),
         *((lambda w, m=m: m(w.schema, ["f", "f"]), ValueError, ["'f' was given twice"]) for m in MODULES),
         (
@@ -110,18 +108,16 @@ def test_a_call_at_the_wrong_moment_or_of_what_is_not_there_is_refused(
         how(Loop(cache))
 
 
-@pytest.mark.parametrize("resident", [False, True])
-def test_a_step_outside_a_pass_does_nothing(cache: TierCache, passes: tc.PassDataset, resident: bool) -> None:
-    trained: Any = tc.InMemoryCache(passes) if resident else cache
-    model, optimizer = registered(trained, CASE)
+def test_a_step_outside_a_pass_does_nothing(either: Any) -> None:
+    model, optimizer = registered(either, CASE)
     for _ in range(2):
-        before, steps = model.top.weight.clone(), trained.optimizer.rows.steps
+        before, steps = model.top.weight.clone(), either.optimizer.rows.steps
         model.top(torch.ones(2, model.top.in_features)).sum().backward()
         optimizer.step()
-        trained.optimizer.step()
+        either.optimizer.step()
         assert not torch.equal(model.top.weight, before)
-        assert trained.optimizer.rows.steps == steps
-        loop = trained.passes(epochs=2)
+        assert either.optimizer.rows.steps == steps
+        loop = either.passes(epochs=2)
         next(loop)
         loop.close()
 
@@ -131,28 +127,22 @@ def test_rates_of_a_whole_group_are_taken(cache: TierCache) -> None:
     assert 0.2 in cache.optimizer.rows.learning_rates
 
 
-@pytest.mark.parametrize("resident", [False, True])
-def test_gradients_left_at_the_end_of_a_pass_are_refused(
-    cache: TierCache, passes: tc.PassDataset, resident: bool
-) -> None:
+def test_gradients_left_at_the_end_of_a_pass_are_refused(either: Any) -> None:
     """Dense gradients would carry over into the next pass, but gradients of rows would not."""
-    trained: Any = tc.InMemoryCache(passes) if resident else cache
-    model, _ = registered(trained, CASE)
-    loop = trained.passes(epochs=2)
+    model, _ = registered(either, CASE)
+    loop = either.passes(epochs=2)
     batch = next(next(loop).batches(16))
     model(batch).sum().backward()
     with one_sentence(StateError, "between backward and step", "step the optimizer", "zero_grad()"):
         next(loop)
 
 
-@pytest.mark.parametrize("resident", [False, True])
-def test_a_forgotten_track_is_refused_at_the_second_lookup(passes: tc.PassDataset, resident: bool) -> None:
+def test_a_forgotten_track_is_refused_at_the_second_lookup(either: Any) -> None:
     """Not at the end of the pass: the optimizer steps, but rows would not."""
-    trained: Any = tc.InMemoryCache(passes) if resident else tiered(open_store(passes.path, CASE, "memory"), passes)
-    model = Net(trained, CASE)
-    trained.register(model=model)
+    model = Net(either, CASE)
+    either.register(model=model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop = trained.passes(epochs=2)
+    loop = either.passes(epochs=2)
     batches = next(loop).batches(16)
     model(next(batches)).sum().backward()
     optimizer.step()
@@ -161,13 +151,12 @@ def test_a_forgotten_track_is_refused_at_the_second_lookup(passes: tc.PassDatase
         model(batch)
     with torch.no_grad():
         model(batch)  # leaves no gradients
-    trained.optimizer.step()
+    either.optimizer.step()
     for batch in batches:  # rows are stepped by hand, also every other batch
         model(batch).sum().backward()
         model(batch).sum().backward()
-        trained.optimizer.step()
+        either.optimizer.step()
     loop.close()
-    trained.close()
 
 
 @pytest.mark.parametrize("resident", [False, True])

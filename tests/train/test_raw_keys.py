@@ -50,7 +50,6 @@ from tiercache.errors import KeyNotInPassError, StateError
 from tiercache.rows.backends import cuda_runtime
 from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.rows.backends.open_backend import open_backend
-from tiercache.store import MemoryEngine
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -208,8 +207,7 @@ def test_an_index_of_keys_is_built_where_the_device_budget_leaves_room_and_chang
     full = open_backend(device_of_tests(), TWO).index_bytes(5000 + 1667, 2)
     assert DEVICE != "cpu" or full == (16 << 14) + 16
     for room, indexed in ((0, False), (full, True), (full - 1, False)):
-        store = tc.Store.open(None, tables=TWO, engine=MemoryEngine())
-        with store, tiered(store, passes, device_budget=least + room) as cache:
+        with tiered(tmp_path / f"{room}.tc", passes, device_budget=least + room) as cache:
             for current in cache.passes(epochs=1):
                 pool = keys[current.sub_dataset]
                 for asked in (rng.choice(pool, 50_000), pool[:0], pool[-2:]):
@@ -327,8 +325,7 @@ def test_an_index_on_the_device_takes_what_is_planned_of_the_budget(
     sizes = (30, 2000, 500) if slice_keys > 1 else (3, 40, 9)
     passes, keys = passes_of(tmp_path / "keys", *sizes)
     device = cuda_device("random")
-    store = tc.Store.open(None, tables=TWO, engine=MemoryEngine())
-    with store, tiered(store, passes, device=device) as cache:
+    with tiered(tmp_path / "m.tc", passes, device=device) as cache:
         rows, indexes = cache.device_bytes, []
         for current in cache.passes(epochs=1):
             check_ids(passes, current, keys[current.sub_dataset])
@@ -351,15 +348,14 @@ def test_without_room_on_the_device_keys_are_searched_on_the_host(tmp_path: Path
     """A byte too little in the budget, or on the device when a pass begins, or when it is allocated: the same ids."""
     passes, keys = passes_of(tmp_path / "keys", 900)
     full = CudaBackend(ShimRuntime()).index_bytes(1200, 2)
-    store = tc.Store.open(None, tables=TWO, engine=MemoryEngine())
-    with store, tiered(store, passes, device=cuda_device()) as cache:
+    with tiered(tmp_path / "m.tc", passes, device=cuda_device()) as cache:
         rows = cache.device_bytes
     for spare, free, taken, indexed in (
         (0, 1 << 30, False, True), (1, 1 << 30, False, False), (0, full - 1, False, False), (0, 1 << 30, True, False),
     ):  # fmt: skip
         gpu = WatchedGpu()
-        store = tc.Store.open(None, tables=TWO, engine=MemoryEngine())
-        with store, tiered(store, passes, device=CudaBackend(gpu), device_budget=rows + full - spare) as cache:
+        budget, path = rows + full - spare, tmp_path / f"{spare}-{free}-{taken}.tc"
+        with tiered(path, passes, device=CudaBackend(gpu), device_budget=budget) as cache:
             for p in cache.passes(epochs=1):
                 gpu.free_bytes = free
                 if taken:
@@ -372,8 +368,8 @@ def test_without_room_on_the_device_keys_are_searched_on_the_host(tmp_path: Path
                 with torch.no_grad():
                     out = tc.EmbeddingBagCollection(cache.schema)(p.batch({"a": keys[0][:9], "b": keys[0][:27:3] + 1}))
                 p.skip()
-                expected = np.concatenate([cache.live_rows().fields("a", keys[0][:9])[0],
-                                           cache.live_rows().fields("b", keys[0][:27:3] + 1)[0]], 1)  # fmt: skip
+                found = (cache.live_rows().fields(*of) for of in (("a", keys[0][:9]), ("b", keys[0][:27:3] + 1)))
+                expected = np.concatenate([fields[0] for fields in found], 1)
                 np.testing.assert_array_equal(out.detach().numpy(), expected)
 
 

@@ -17,11 +17,10 @@ import torch.distributed.checkpoint as dcp
 from torch.optim.lr_scheduler import StepLR
 
 import tiercache as tc
-from tests.train.cases import SPECS, Case, Net, table, tiered
+from tests.train.cases import SPECS, Case, Net, open_store, table, tiered
 from tiercache.dist.communicator import communicator_of
 from tiercache.errors import StateError
 from tiercache.rows.backends.cpu import CpuBackend
-from tiercache.store import MemoryEngine
 from tiercache.train.dense_state import DenseState
 
 if TYPE_CHECKING:
@@ -32,8 +31,8 @@ CASE = Case(tables=(table("a", 4), table("b", 6)), specs=SPECS, num_samples=64, 
 
 
 @pytest.fixture
-def store() -> Iterator[tc.Store]:
-    with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as made:
+def store(tmp_path: Path) -> Iterator[tc.Store]:
+    with open_store(tmp_path, CASE, "memory") as made:
         yield made
 
 
@@ -48,24 +47,21 @@ def new_model(passes: tc.PassDataset, kind: Any = torch.optim.SGD) -> tuple[Net,
     return model, kind(model.parameters(), lr=0.1)
 
 
-def train(
-    cache: tc.TierCache, model: torch.nn.Module, optimizer: torch.optim.Optimizer, epochs: int, stop: int | None = None
-) -> None:
+def train(cache: tc.TierCache, model: torch.nn.Module, epochs: int, stop: int | None = None) -> None:
     for p in cache.passes(epochs=epochs):
         if p.index == stop:
             break
         for batch in p.batches(16):
-            optimizer.zero_grad()
+            cache.optimizer.zero_grad()
             model(batch).sum().backward()
-            optimizer.step()
+            cache.optimizer.step()
 
 
 def test_the_state_of_a_compiled_model_has_the_names_of_the_model(store: tc.Store, passes: tc.PassDataset) -> None:
     """So a training can resume without compiling, or with it."""
     model, optimizer = new_model(passes)
     with tiered(store, passes, model=torch.compile(model), optimizer=optimizer) as cache:
-        optimizer = cache.optimizer
-        train(cache, model, optimizer, 1)
+        train(cache, model, 1)
     other, again = new_model(passes)
     with tiered(store, passes, model=other, optimizer=again) as cache:
         assert list(cache.passes(epochs=1)) == []
@@ -75,13 +71,12 @@ def test_the_state_of_a_compiled_model_has_the_names_of_the_model(store: tc.Stor
 def test_the_last_commit_is_restored_without_a_loop(store: tc.Store, passes: tc.PassDataset) -> None:
     model, optimizer = new_model(passes)
     with tiered(store, passes, model=model, optimizer=optimizer) as cache:
-        optimizer = cache.optimizer
-        train(cache, model, optimizer, 1)
+        train(cache, model, 1)
         committed = model.top.weight.clone()
         loop = cache.passes(epochs=2)
         batch = next(next(loop).batches(16))
         model(batch).sum().backward()
-        optimizer.step()
+        cache.optimizer.step()
         assert not torch.equal(model.top.weight, committed)
         cache.restore()
         assert torch.equal(model.top.weight, committed)
@@ -108,7 +103,7 @@ def test_a_scheduler_that_was_not_registered_is_named(store: tc.Store, passes: t
     with tiered(store, passes, model=model, optimizer=optimizer) as cache:
         scheduler = StepLR(cache.optimizer if "." in whose else optimizer, 1)
         with pytest.warns(UserWarning, match=f"^{whose} has a learning-rate scheduler that was not registered"):
-            train(cache, model, cache.optimizer, 1)
+            train(cache, model, 1)
         cache.register(scheduler=scheduler)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -126,7 +121,7 @@ def test_a_restored_optimizer_has_the_state_of_all_its_parameters(store: tc.Stor
             cache.restore()
             assert all("sum" in optimizer.state[one] for one in model.parameters())
             sums.append(optimizer.state[model.top.weight]["sum"].sum().item())
-            train(cache, model, optimizer, epochs)
+            train(cache, model, epochs)
     assert sums[0] == 0 < sums[1]
 
 
@@ -136,12 +131,11 @@ def checkpointed(folder: Path, passes: int, save: Path | None = None, load: Path
     torch.manual_seed(1)
     model, optimizer = new_model(data)
     with tiered(folder / "m.tc", data, model=model, optimizer=optimizer, retention=9) as cache:
-        optimizer = cache.optimizer
         if load is not None:
             before = cache.store.commit.id
             dcp.load({"rows": cache, "model": model}, checkpoint_id=load, no_dist=True)
             assert cache.store.commit.id == before
-        train(cache, model, optimizer, 9, stop=passes)
+        train(cache, model, 9, stop=passes)
         cache.drain()
         kept = {name: value.clone() for name, value in model.state_dict().items()}
         if save is not None:
@@ -175,7 +169,7 @@ def state_of(folder: Path, store: str, seed: int = 1, load: Any = None) -> Any:
     with tiered(folder / store, data, model=model, optimizer=optimizer, seed=seed, reorganize=True) as cache:
         if load is not None:
             return model.load_state_dict(load)
-        train(cache, model, cache.optimizer, 1)
+        train(cache, model, 1)
         cache.drain()
         return copy.deepcopy(model.state_dict())
 

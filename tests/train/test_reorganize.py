@@ -68,6 +68,22 @@ def two_days(folder: Path, **options: Any) -> tuple[Case, tc.PassDataset, tc.Pas
     return case, *(write_dataset(folder / f"d{i}", case.schema, cuts[2 * i : 2 * i + 2]) for i in range(2))
 
 
+def outside_rows(case: Case) -> dict[str, tuple[np.ndarray, tuple[np.ndarray, ...]]]:
+    """Return keys and fields of rows from outside, by table: some that are trained, some that are not."""
+    keys, rng = np.arange(-3, 35), np.random.default_rng(4)
+    return {
+        one.name: (keys, tuple(rng.random((keys.size, field.width), dtype=np.float32) for field in one.fields))
+        for one in case.tables
+    }
+
+
+def put(memory: tc.InMemoryCache, name: str, keys: np.ndarray, fields: tuple[np.ndarray, ...]) -> None:
+    """Write the rows of those keys that a cache has."""
+    _, mine, theirs = np.intersect1d(memory.keys(name), keys, return_indices=True)
+    for values, new in zip(memory.fields(name), fields, strict=True):
+        values[mine] = new[theirs]
+
+
 def trained(store: tc.Store, passes: tc.PassDataset, case: Case, *, seed: int = 1, **options: Any) -> Net:
     with tiered(store, passes, **options) as cache:
         return train(cache, case, seed=seed)
@@ -290,43 +306,30 @@ def test_a_store_inside_a_pass_is_not_reorganized(tmp_path: Path) -> None:
 def test_rows_from_outside_are_what_training_goes_on_from(tmp_path: Path, engine: str) -> None:
     case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=40)
     passes = write_dataset(tmp_path / "passes", case.schema, cuts_of(case, drift=5))
-    cache = tc.InMemoryCache(passes)
-    given: dict[str, dict[int, list[np.ndarray]]] = {}
-    rng = np.random.default_rng(4)
-    chunks = []
-    for one in case.tables:
-        keys = np.arange(-3, 35)  # some that are trained, some that are not
-        fields = tuple(rng.random((keys.size, field.width), dtype=np.float32) for field in one.fields)
-        chunks.append((one.name, (keys, fields)))
-        given[one.name] = {key: [values[i] for values in fields] for i, key in enumerate(keys.tolist())}
-        for i, key in enumerate(cache.keys(one.name).tolist()):
-            for values, row in zip(cache.fields(one.name), given[one.name].get(key, []), strict=False):
-                values[i] = row
+    cache, given = tc.InMemoryCache(passes), outside_rows(case)
+    for name, rows in given.items():
+        put(cache, name, *rows)
     with open_store(tmp_path / "s.tc", case, engine) as store:
-        load_rows(store, chunks)
+        load_rows(store, [*given.items()])
         with pytest.raises(tc.TierCacheError, match="has no training schedule at commit 0"):
             tiered(store, passes)
         tc.reorganize(store, passes, progress=False)
         model = trained(store, passes, case)
         assert_same_bits(result_of_resident(cache, train(cache, case)), result_of(store, passes, model))
         untouched = store.lookup("item", np.array([-3]))
-        assert [values[0].tolist() for values in untouched.values()] == [row.tolist() for row in given["item"][-3]]
+        assert [values[0].tolist() for values in untouched.values()] == [one[0].tolist() for one in given["item"][1]]
 
 
 @pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
 def test_rows_imported_in_the_midst_of_a_schedule_are_what_it_goes_on_with(tmp_path: Path, engine: str) -> None:
     case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=40, epochs=3, batch=32)
     passes = write_dataset(tmp_path / "passes", case.schema, cuts_of(case, drift=5))
-    keys = np.arange(-3, 35)  # some that are trained, some that are not
-    rng = np.random.default_rng(4)
-    fields = tuple(rng.random((keys.size, field.width), dtype=np.float32) for field in case.tables[0].fields)
+    keys, fields = outside_rows(case)["item"]
     memory = tc.InMemoryCache(passes)
 
     def replace_rows(pass_index: int, _batch: int) -> None:
         if pass_index == 5:
-            theirs = memory.keys("item")
-            for mine, values in zip(fields, memory.fields("item"), strict=True):
-                values[np.isin(theirs, keys)] = mine[[keys.tolist().index(k) for k in theirs if k in keys]]
+            put(memory, "item", keys, fields)
 
     with open_store(tmp_path / "s.tc", case, engine, retention=2) as store:
         stopped(store, passes, case, at=6)

@@ -55,6 +55,10 @@ def closed_over(model: Any) -> None:
     model.penalty = lambda: weight.square().sum()
 
 
+def hook(*_: Any) -> None:
+    """Do nothing."""
+
+
 def user_of(kind: type[nn.Embedding]) -> Callable[[Any], object]:
     return lambda model: setattr(model, "user_emb", kind(20, 4))
 
@@ -62,16 +66,16 @@ def user_of(kind: type[nn.Embedding]) -> Callable[[Any], object]:
 TRAPS: dict[str, tuple[Callable[[Any], object], str]] = {
     "own forward": (user_of(Scaled), r"user_emb \(Scaled\) has its own forward"),
     "patched": (lambda m: setattr(m.user_emb, "forward", print), r"user_emb \(Embedding\) has its own forward"),
-    "forward hook": (lambda m: m.user_emb.register_forward_hook(print), "user_emb has forward hooks"),
-    "pre-hook": (lambda m: m.user_emb.register_forward_pre_hook(print), "user_emb has forward pre hooks"),
-    "backward hook": (lambda m: m.user_emb.register_full_backward_hook(print), "user_emb has backward hooks"),
-    "hook on a weight": (lambda m: m.user_emb.weight.register_hook(print), "the weight of user_emb has hooks"),
+    "forward hook": (lambda m: m.user_emb.register_forward_hook(hook), "user_emb has forward hooks"),
+    "pre-hook": (lambda m: m.user_emb.register_forward_pre_hook(hook), "user_emb has forward pre hooks"),
+    "backward hook": (lambda m: m.user_emb.register_full_backward_hook(hook), "user_emb has backward hooks"),
+    "hook on a weight": (lambda m: m.user_emb.weight.register_hook(hook), "the weight of user_emb has hooks"),
     "hook on an accumulated gradient": (
-        lambda m: m.user_emb.weight.register_post_accumulate_grad_hook(print), "the weight of user_emb has hooks",
+        lambda m: m.user_emb.weight.register_post_accumulate_grad_hook(hook), "the weight of user_emb has hooks",
     ),
-    "state hook": (lambda m: m.user_emb.register_state_dict_post_hook(print), "user_emb has state dict hooks"),
+    "state hook": (lambda m: m.user_emb.register_state_dict_post_hook(hook), "user_emb has state dict hooks"),
     "load hook": (
-        lambda m: m.user_emb.register_load_state_dict_post_hook(print), "user_emb has load state dict post hooks",
+        lambda m: m.user_emb.register_load_state_dict_post_hook(hook), "user_emb has load state dict post hooks",
     ),
     "own call": (user_of(Called), r"user_emb \(Called\) has its own __call__, which the new module would not have"),
     "own state": (user_of(Saved), r"user_emb \(Saved\) has its own _save_to_state_dict"),

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import tiercache as tc
+from tests.train import recorded
 from tests.train.cases import assert_same_bits, result_of, result_of_resident
+from tests.train.recorded import BATCH, Clicks
 from tests.train.test_fetch_ahead import CASE, STEPS, Plain, Training, opened, plain_on, store_of
 from tiercache.errors import BudgetError, DatasetError, StateError
 
@@ -332,67 +333,38 @@ def test_slices_of_evaluation_batches_end_at_whole_batches(passes: tc.PassDatase
 # -- one's own dataset ---------------------------------------------------------------------------------------
 
 
-class Keyed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.users, self.items, self.top = nn.Embedding(60, 4), nn.Embedding(60, 4), nn.Linear(4, 1)
-
-    def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        return self.top(self.users(users) * self.items(items)).squeeze(1)  # type: ignore[no-any-return]
-
-
-def samples_of(num_samples: int = 120) -> torch.utils.data.TensorDataset:
-    chance = np.random.default_rng(0)
-    users, items = (torch.from_numpy(np.sort(chance.integers(0, 60, num_samples))) for _ in range(2))
-    return torch.utils.data.TensorDataset(users, items, (users % 2).float())
-
-
-def recorded_loop(folder: Path, name: str, *, is_flat: bool, stop: int | None = None) -> dict[str, Any]:
-    """Train out of the dataset itself; return weights and rows."""
-    dataset = samples_of()
-    model = tc.convert(Keyed(), optimizer=tc.optim.Adagrad(learning_rate=0.1))
-    loader = torch.utils.data.DataLoader(dataset, batch_size=8)
-    keys = tc.record_key_sets(
-        model, loader, folder / "keys", device_budget="3KiB", call=lambda net, batch: net(*batch[:2]), progress=False
-    )
-    assert len(keys) > 2
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tc.TierCache(
-        folder / name, keys, model=model, optimizer=optimizer, device_budget="64KiB", host_budget="16MiB",
-        progress=False,
-    ) as cache:  # fmt: skip
-        count = 0
+def trained_on_clicks(
+    folder: Path, data: tc.PassDataset, stop: int | None = None, *, is_flat: bool = True
+) -> dict[str, Any]:
+    """Train out of the dataset itself, to its end or to a commit; return rows and weights."""
+    torch.manual_seed(9)
+    cache, step = recorded.opened(folder, data)
+    with cache:
+        batches: Any
         if is_flat:
-            batches: Any = cache.batches(8, epochs=2, shuffle=True, dataset=dataset)
-            left = len(batches)
+            batches = cache.batches(BATCH, epochs=2, shuffle=True, dataset=Clicks())
+            batches = islice(batches, len(batches))
         else:
-            batches = (one for p in cache.passes(epochs=2) for one in p.loader(dataset, 8, shuffle=True))
-        taken = iter(batches)
-        for count, (users, items, label) in enumerate(taken, 1):
-            nn.functional.binary_cross_entropy_with_logits(model(users, items), label).backward()
-            cache.optimizer.step()
-            cache.optimizer.zero_grad()
+            batches = (one for p in cache.passes(epochs=2) for one in p.loader(Clicks(), BATCH, shuffle=True))
+        for count, batch in enumerate(batches, 1):
+            step(batch)
             if count == stop:
                 cache.commit()
                 return {}
-            if is_flat and count == left:
-                break
-        assert not is_flat or count == left
-    with tc.Store.open(folder / name, mode="r") as store:
-        assert cursor_of(store) == (2 * len(keys), 0)
-        rows = {table.name: [part.tolist() for part in next(iter(store.scan(table.name)))[1]] for table in store.tables}
-    return rows | {name: value.tolist() for name, value in model.top.state_dict().items()}
+        cache.commit()
+        assert cursor_of(cache.store) == (2 * len(data), 0)
+        return recorded.result(cache, step)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("stop", [None, 1, 7, 20])
 def test_a_flat_loop_takes_its_batches_out_of_ones_own_dataset(tmp_path: Path, stop: int | None) -> None:
     """A trainer that takes ``len`` batches ends with the bits of a loop over loaders, also after a resume."""
-    expected = recorded_loop(tmp_path, "passes.tc", is_flat=False)
+    data = recorded.record(tmp_path / "keys")
+    expected = trained_on_clicks(tmp_path / "passes.tc", data, is_flat=False)
     if stop is not None:
-        recorded_loop(tmp_path, "flat.tc", is_flat=True, stop=stop)
-    assert recorded_loop(tmp_path, "flat.tc", is_flat=True) == expected
+        trained_on_clicks(tmp_path / "flat.tc", data, stop)
+    assert trained_on_clicks(tmp_path / "flat.tc", data) == expected
 
 
 def test_a_flat_loop_without_samples_is_refused(tmp_path: Path, passes: tc.PassDataset) -> None:
@@ -401,6 +373,6 @@ def test_a_flat_loop_without_samples_is_refused(tmp_path: Path, passes: tc.PassD
         with pytest.raises(DatasetError, match="has a key set but no samples: pass the keys"):
             cache.batches(8, epochs=1)
         with pytest.raises(DatasetError, match=r"make the dataset with tc.record_key_sets, or train"):
-            cache.batches(8, epochs=1, dataset=samples_of())
+            cache.batches(8, epochs=1, dataset=Clicks())
     with tc.InMemoryCache(passes) as cache, pytest.raises(DatasetError, match=r"make the dataset with tc.record_key_"):
-        cache.batches(8, epochs=1, dataset=samples_of())
+        cache.batches(8, epochs=1, dataset=Clicks())

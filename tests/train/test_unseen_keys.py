@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,32 +66,27 @@ def plain(keys: dict[str, Any]) -> list[torch.Tensor]:
 def expected(store: tc.Store, keys: dict[str, Any], unseen: str) -> list[torch.Tensor]:
     """Return the expected outputs of a model, by torch's functions over the rows of the keys."""
 
-    def rows(name: str, some: torch.Tensor, padding: int | None) -> torch.Tensor:
-        one = next(t for t in SCHEMA.tables if t.name == name)
+    def rows(name: str, some: torch.Tensor) -> torch.Tensor:
         found = []
         for key in some.flatten().tolist():
             if key in TRAINED:
                 found.append(store.lookup(name, np.array([key]))["vector"][0])
             else:
-                found.append(initial_row(one, key) if unseen == "initial" else np.zeros(4, np.float32))
-            if key == padding:
-                found[-1] = np.zeros(4, np.float32)
+                row = initial_row(SCHEMA.tables["ab".index(name)], key)
+                found.append(row if unseen == "initial" else np.zeros(4, np.float32))
         return torch.from_numpy(np.stack(found))
 
-    def pooled(
-        name: str, some: torch.Tensor, ends: np.ndarray[Any, Any], mode: str, padding: int | None
-    ) -> torch.Tensor:
-        vectors, out = rows(name, some, padding), []
+    def pooled(name: str, some: torch.Tensor, ends: Any, mode: str, padding: int | None) -> torch.Tensor:
         flat = some.flatten()
-        for first, last in pairwise(ends.tolist()):
-            kept = vectors[first:last][flat[first:last] != padding] if padding is not None else vectors[first:last]
-            how = {"sum": lambda v: v.sum(0), "mean": lambda v: v.mean(0), "max": lambda v: v.amax(0)}[mode]
-            out.append(how(kept) if len(kept) else torch.zeros(4))
-        return torch.stack(out)
+        vectors = torch.cat([rows(name, flat), torch.zeros(1, 4)])  # the last one is that of padding
+        ids = torch.tensor([len(flat) if key == padding else i for i, key in enumerate(flat.tolist())])
+        return nn.functional.embedding_bag(
+            ids, vectors, torch.from_numpy(ends), mode=mode, include_last_offset=True, padding_idx=len(flat)
+        )
 
     one, many, bag, _ = plain(keys)
-    found = [rows("a", one, None), rows("a", many, PADDING).view(*many.shape, 4)]
-    found.append(pooled("a", many, np.arange(0, many.numel() + 1, 3), "mean", PADDING))
+    padded = torch.where(many[..., None] == PADDING, 0.0, rows("a", many).view(*many.shape, 4))
+    found = [rows("a", one), padded, pooled("a", many, np.arange(0, many.numel() + 1, 3), "mean", PADDING)]
     return found + [pooled("b", bag, keys["bag"][1], mode, padding) for mode, padding in BAGS]
 
 
@@ -163,8 +157,8 @@ def test_padding_is_served_as_it_was_trained(cache: tuple[tc.TierCache, Model]) 
 @pytest.mark.parametrize("name", ["one", "list", "bag"])
 def test_an_unseen_key_is_an_error_where_that_is_asked_for(cache: tuple[tc.TierCache, Model], name: str) -> None:
     made, model = cache
-    seen = {
-        "one": np.array([1, 8]), "list": np.array([[1, 2, PADDING], [PADDING, PADDING, PADDING]]),
+    seen: dict[str, Any] = {
+        "one": np.array([1, 8]), "list": np.array([[1, 2, PADDING], [PADDING] * 3]),
         "bag": (np.array([4, PADDING]), np.array([0, 2, 2])),
     }  # fmt: skip
     served = tc.to_torch(model, made.store, unseen="error")
