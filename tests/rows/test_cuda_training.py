@@ -1,12 +1,12 @@
 """A training's use of a GPU, on the shim or on the GPU of `make test-gpu`: bytes, memory and the order of moves."""
 
-from __future__ import annotations
-
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,15 +30,9 @@ from tiercache.rows.device import DeviceMemoryPlan
 from tiercache.store.layout import Range, SegmentLayout
 from tiercache.store.table import group_tables
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
 
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", "float16"), ("cpu", "bfloat16"), ("cpu", "float16")])
-def test_the_device_tier_is_one_allocation_of_the_bytes_that_are_planned(
-    tmp_path: Path, device: str, dtype: str
-) -> None:
+def test_the_device_tier_is_one_allocation_of_the_planned_bytes(tmp_path: Path, device: str, dtype: str) -> None:
     """Fields, slots, orders and keys of all groups, each aligned to a cache line; one byte less of budget is refused.
 
     For each row: vector, state and slot maps; for 16-bit rows, two bytes per number and eight for the key, which
@@ -74,9 +68,7 @@ def test_the_device_tier_is_one_allocation_of_the_bytes_that_are_planned(
             tiered(store, passes, device=DEVICES[device](), device_budget=need - 1)
 
 
-def test_what_cannot_be_trained_on_is_said_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_trained_on_is_said_before_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(tables=(table("a", 64),), specs=SPECS[:1])
     passes = case.cut(tmp_path / "passes")
     device = CudaBackend(ShimRuntime(free_bytes=5000))
@@ -277,9 +269,7 @@ def bags(mode: str, feature: str) -> Callable[[tc.Schema], Any]:
         pytest.param([bags("mean", "f"), bags("max", "g")], (32, 32), id="before maxima"),
     ],
 )
-def test_a_step_reads_the_gradients_of_a_concatenation_where_they_are(
-    tmp_path: Path, modules: list[Any], dims: tuple[int, int], hotness: str
-) -> None:
+def test_gradients_are_read_in_place(tmp_path: Path, modules: list[Any], dims: tuple[int, int], hotness: str) -> None:
     """Their samples are apart, and nothing is copied; rows end with the bits of a CPU."""
     specs = (Spec(name="f", table="a", hotness=hotness), Spec(name="g", table="b", hotness=hotness))
     case = replace(MOVED, tables=(table("a", dims[0]), table("b", dims[1])), specs=specs)

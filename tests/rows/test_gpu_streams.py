@@ -1,12 +1,12 @@
 """A training's use of a GPU besides kernels, with stand-ins for the streams and devices of torch and of CuPy."""
 
-from __future__ import annotations
-
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,16 +21,12 @@ from tiercache.rows.backends.cuda_runtime import CudaRuntime
 from tiercache.train import dense_state
 from tiercache.train.dense_state import DenseState
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 
 class Stream:
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: "Stream") -> None:
         self.log.append(f"{self.name} waits for {other.name}")
 
     def wait_event(self, event: Any) -> None:

@@ -3,13 +3,12 @@
 For a GPU each region is pinned once, ahead of its use, and unpinned when the cache is closed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,9 +36,6 @@ from tiercache.rows.backends.cpu import CpuBackend
 from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.rows.pinned import PinnedArena, PinnedRegion
 from tiercache.store.layout import Range, SegmentLayout
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 REGION = 96
 """Pages of a region."""
@@ -294,9 +290,7 @@ class PinningGpu(ShimRuntime):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("share", "order_seed"), [(1.0, None), (1.0, 3), (1.3, None), (4.0, None)])
-def test_each_region_is_pinned_once_whatever_the_host_keeps(
-    tmp_path: Path, share: float, order_seed: int | None
-) -> None:
+def test_each_region_is_pinned_once_for_any_budget(tmp_path: Path, share: float, order_seed: int | None) -> None:
     """From the smallest budget of the plan to one that caches all rows: with the bits of a CPU."""
     case, gpu = replace(CASE, order_seed=order_seed), PinningGpu()
     passes = case.cut(tmp_path / "passes")

@@ -1,14 +1,14 @@
 """Work during training that leaves only row moves to a switch, and its failures."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,12 +36,7 @@ from tiercache.rows.packing import Packer
 from tiercache.rows.pinned import PinnedArena
 from tiercache.rows.prefetch import RowPrefetcher
 from tiercache.rows.switch import PassSwitcher
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tiercache.train.cache import TierCache
+from tiercache.train.cache import TierCache
 
 CASE = Case(
     tables=(table("a", 8), table("b", 3)), specs=(Spec(name="f", table="a"), Spec(name="g", table="b")),
@@ -113,9 +108,7 @@ def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(tmp_path
 
 
 @pytest.mark.parametrize("engine", ["memory", "lmdb"])
-def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
+def test_room_that_comes_late_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     """A commit inside a pass needs none; current rows are read after it, and the switch waits for it."""
     passes, allocate = CASE.cut(tmp_path / "passes"), Packer.allocate
     wanted = [threading.Event() for _ in range(CASE.epochs * len(passes.passes))]
@@ -240,9 +233,7 @@ class QueueingBackend(Streams, CpuBackend):
 
 
 @pytest.mark.parametrize("disk", ["quick", "late"])
-def test_seconds_in_which_steps_still_run_on_the_device_are_no_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str
-) -> None:
+def test_seconds_of_running_steps_are_no_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str) -> None:
     """Neither after moved rows nor after a late disk. If everything is ready, the training thread waits for nothing."""
     passes, backend = CASE.cut(tmp_path / "passes"), QueueingBackend()
 
@@ -333,9 +324,7 @@ def fails(cache: TierCache, owner: type, method: str, call: int, *, drains: bool
     return model, optimizer
 
 
-def test_a_failure_leaves_no_memory_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
-) -> None:
+def test_a_failure_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
     passes = CASE.cut(tmp_path / "passes")
     take, out = PinnedArena.take, list[int]()
 
@@ -357,9 +346,7 @@ def test_a_failure_leaves_no_memory_behind(
 
 
 @pytest.mark.parametrize(("method", "call"), [("switch", 3), ("finish", 1)])
-def test_a_pass_that_fails_while_it_ends_is_trained_again_from_the_commit_before_it(
-    tmp_path: Path, method: str, call: int
-) -> None:
+def test_a_pass_that_fails_while_it_ends_is_trained_again(tmp_path: Path, method: str, call: int) -> None:
     """Also if that commit was durable by then, so that the newest commit is where the pass began."""
     passes = CASE.cut(tmp_path / "passes")
     with open_store(tmp_path / "x", CASE, "lmdb") as store:

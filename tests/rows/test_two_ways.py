@@ -1,10 +1,10 @@
 """A switch loads rows while others are dumped: into spare slots, or slots whose rows have left."""
 
-from __future__ import annotations
-
 import time
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +16,7 @@ from tests.train.shim_gpu import ShimRuntime
 from tests.train.shim_streams import Event
 from tiercache.planning.budgets import MOST_SLOTS, reserved_rows
 from tiercache.planning.row_offsets import RowOffsets
+from tiercache.reporting.report import PassReport
 from tiercache.rows import packing
 from tiercache.rows.backends.base import CompleteEvent, Streams
 from tiercache.rows.backends.cpu import CpuBackend
@@ -24,12 +25,6 @@ from tiercache.rows.device import DeviceMemoryPlan
 from tiercache.rows.packing import Packer, PassLoad
 from tiercache.store import CorruptBlockError
 from tiercache.store.table import group_tables
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from tiercache.reporting.report import PassReport
 
 
 def arrive(_pass_index: int, _batch: int) -> None:
@@ -70,9 +65,7 @@ def bits(
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("budget", ["64MiB", None])
 @pytest.mark.parametrize("device", [*DEVICES, "late"])
-def test_rows_that_move_in_many_parts_have_the_bits_of_a_training_in_memory(
-    tmp_path: Path, device: str, budget: str | None
-) -> None:
+def test_rows_that_move_in_many_parts_have_the_bits_of_memory(tmp_path: Path, device: str, budget: str | None) -> None:
     """If the next pass has more rows than the last, as many, or fewer; and if rows come as late as possible.
 
     On a GPU with a reserve, rows move during the previous pass: at once, or late.
@@ -89,9 +82,7 @@ def test_rows_that_move_in_many_parts_have_the_bits_of_a_training_in_memory(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("late_loads", [True, False])
-def test_a_loop_that_is_left_while_rows_travel_ahead_goes_on_with_the_same_bits(
-    tmp_path: Path, late_loads: bool
-) -> None:
+def test_a_loop_left_while_rows_travel_ahead_goes_on_with_the_same_bits(tmp_path: Path, late_loads: bool) -> None:
     """In a pass that was committed there, and in one that was not; in another run of the cache, and another cache."""
     passes = CASE.cut(tmp_path / "passes")
     with open_store(tmp_path / "x", CASE, "memory") as store:
@@ -173,9 +164,7 @@ def wait_for_fewer(wait_event: Any, runtime: ShimRuntime, dumped: Any) -> None:
         pytest.param(Packer, "load_ahead", load_more, id="a load into a slot in use"),
     ],
 )
-def test_moves_in_a_wrong_order_are_caught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, wrong: Any
-) -> None:
+def test_wrong_orders_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, wrong: Any) -> None:
     """On the shim moves are done as late as a GPU may do them, and loads before dumps unless they wait."""
     right = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda self, *arguments: wrong(right, self, *arguments))

@@ -1,23 +1,16 @@
 """An independent oracle: torch's own embedding modules over whole tables, and row optimizers written out by hand."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 import tiercache as tc
 from tests.kernels.stochastic import row_words
-from tests.train.cases import all_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
-    from tests.train.cases import Case
+from tests.train.cases import Case, all_keys
 
 
 def initial_row(table: tc.Table, key: int) -> NDArray[np.float32]:

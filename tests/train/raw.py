@@ -1,24 +1,16 @@
 """Trainings with raw keys: the samples of a dataset, as a user's own loader would give them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 import tiercache as tc
-from tests.train.cases import registered, table
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from tests.train.cases import Case, Net
-
+from tests.train.cases import Case, Net, registered, table
 
 LOW, HIGH = -(1 << 63), (1 << 63) - 1
 PASS_KEYS = [[1, -2, 3, LOW + 2], [3, 4, HIGH, -1], [5, -6, 1, 0]]
@@ -37,7 +29,7 @@ SCHEMA = tc.Schema(
     ),
 )
 UNIVERSE = sorted({key for keys in PASS_KEYS for key in keys} | {77, -77, LOW + 3, HIGH - 1})
-Rows = dict[str, dict[int, "NDArray[np.float32]"]]
+Rows = dict[str, dict[int, NDArray[np.float32]]]
 
 
 def own_keys(p: int) -> dict[str, Any]:

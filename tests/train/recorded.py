@@ -1,9 +1,8 @@
 """A model and a dataset in plain torch, whose key sets are recorded."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,9 +11,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import tiercache as tc
 from tests.crash.told import Told
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 USERS, ITEMS, TAGS, DIM, BATCH, SAMPLES = 400, 250, 30, 8, 20, 600
 RATE, DENSE_RATE = 0.4, 0.05

@@ -4,25 +4,19 @@ Its memory is guarded, host memory must be pinned before kernels see it, and wor
 is done as late as a GPU might do it.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tests.train.shim_streams import Event, LateKernels
 from tiercache.rows.backends.base import CompleteEvent
 from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from numpy.typing import NDArray
 
 _NUMPY = {there: here.type for here, there in TORCH_DTYPES.items()}
 

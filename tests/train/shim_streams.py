@@ -4,25 +4,19 @@ Work is done when a thread waits for it, or when other work must follow it. Of t
 started last runs first.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from tests.kernels.shim.device import ShimDevice
 from tests.kernels.shim.memory import _LIBC, GuardedMemory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from numpy.typing import DTypeLike, NDArray
-
-    from tiercache.kernels.cuda.launch import Argument
+from tiercache.kernels.cuda.launch import Argument
 
 
 class LentMemory(GuardedMemory):

@@ -1,11 +1,10 @@
 """Keys that the pass lacks: an error, zeros, initial rows or current rows, and never another row."""
 
-from __future__ import annotations
-
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,15 +32,14 @@ from tests.train.oracle import initial_row
 from tests.train.raw import LOW, PASS_KEYS, SCHEMA, TABLES, UNIVERSE, Rows, key_sets, own_keys, train_raw, write_passes
 from tiercache.errors import KeyNotInPassError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 KEY = st.sampled_from(UNIVERSE)
+Lists = dict[str, list[list[int]]]
+"""The keys of each sample, by feature."""
 OTHER_MISSING = ["zero", "init", "load"]
 
 
 @st.composite
-def raw_batches(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, list[list[int]]]]:
+def raw_batches(draw: st.DrawFn) -> tuple[dict[str, Any], Lists]:
     """Draw keys, present and missing, in some form, and the keys of each feature and sample."""
     n = draw(st.integers(0, 4))
     lists = {
@@ -92,7 +90,7 @@ def oracle(cache: Any, missing: str) -> Rows:
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(raw_batches(), st.sampled_from(OTHER_MISSING), st.booleans(), st.sampled_from(["sum", "mean", "max"]))
 def test_missing_keys_read_what_a_dict_says_and_train_nothing(
-    drawn: tuple[dict[str, Any], dict[str, list[list[int]]]], missing: str, tiers: bool, mode: str
+    drawn: tuple[dict[str, Any], Lists], missing: str, tiers: bool, mode: str
 ) -> None:
     keys, lists = drawn
     with tempfile.TemporaryDirectory() as folder:
@@ -109,9 +107,7 @@ def test_missing_keys_read_what_a_dict_says_and_train_nothing(
                 check_batch(cache, p, keys, lists, rows, missing, mode)
 
 
-def check_batch(
-    cache: Any, p: Any, keys: dict[str, Any], lists: dict[str, list[list[int]]], rows: Rows, missing: str, mode: str
-) -> None:
+def check_batch(cache: Any, p: Any, keys: dict[str, Any], lists: Lists, rows: Rows, missing: str, mode: str) -> None:
     """Compare vectors with the dict's, and bags and a step with torch's; then look the same batch up again."""
     batch = p.batch(keys, missing=missing)
     assert batch.num_samples == len(lists["one"])
@@ -143,9 +139,7 @@ def check_batch(
     assert_vectors(cache, batch, lists, stepped, stepped=True)
 
 
-def assert_vectors(
-    cache: Any, batch: tc.Batch, lists: dict[str, list[list[int]]], rows: Rows, *, stepped: bool = False
-) -> None:
+def assert_vectors(cache: Any, batch: tc.Batch, lists: Lists, rows: Rows, *, stepped: bool = False) -> None:
     """Compare the vector of each key, bit for bit; those of keys of the pass within rounding once they were stepped."""
     vectors = tc.EmbeddingCollection(cache.schema).requires_grad_(False)(batch)
     for feature in SCHEMA.features:
@@ -214,9 +208,7 @@ def test_with_missing_keys_the_tiers_end_with_the_bits_of_memory(tmp_path: Path,
         ({"one": np.array([-1, 77, 78, 77]), "pair": np.array([[99, 99]] * 4)}, "a", 77, "77 of table 'a' at entry 1"),
     ],
 )
-def test_a_missing_key_is_an_error_that_names_table_key_and_batch(
-    tmp_path: Path, change: dict[str, Any], table_: str, key: int, words: str
-) -> None:
+def test_a_missing_key_is_an_error(tmp_path: Path, change: dict[str, Any], table_: str, key: int, words: str) -> None:
     """The first of several, in the last feature and in the first. The batch does not count, and the pass goes on."""
     passes, said = write_passes(tmp_path / "keys"), list[str]()
     for device in DEVICES.values():
@@ -280,9 +272,7 @@ def keys_with(**changed: Any) -> dict[str, Any]:
         (keys_with(), {"label": torch.empty(4, device="meta")}, "label is a sparse tensor, or one without values"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_a_sentence(
-    tmp_path: Path, keys: dict[str, Any], others: dict[str, Any], message: str
-) -> None:
+def test_misfits_are_refused(tmp_path: Path, keys: dict[str, Any], others: dict[str, Any], message: str) -> None:
     passes = resident(write_passes(tmp_path / "keys")).passes(epochs=1)
     p = next(passes)
     with pytest.raises(ValueError, match=message):

@@ -1,11 +1,11 @@
 """Calls at the wrong moment and lookups of missing keys raise one clear error, and the store keeps its commit."""
 
-from __future__ import annotations
-
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +14,7 @@ import tiercache as tc
 from tests.train.cases import Net, open_store, registered, tiered
 from tests.train.test_bad_input import CASE, one_sentence, store, trained
 from tiercache.errors import BudgetError, StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tiercache.train.cache import TierCache
+from tiercache.train.cache import TierCache
 
 __all__ = ["store", "trained"]  # fixtures
 
@@ -160,9 +155,7 @@ def test_a_forgotten_track_is_refused_at_the_second_lookup(either: Any) -> None:
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_a_model_of_rows_alone_accumulates_gradients_from_the_first_step(
-    passes: tc.PassDataset, resident: bool
-) -> None:
+def test_a_model_of_rows_alone_accumulates_gradients_at_once(passes: tc.PassDataset, resident: bool) -> None:
     store = open_store(passes.path, CASE, "memory")
     model = tc.EmbeddingBagCollection(passes.schema)
     trained: Any = tc.InMemoryCache(passes, model=model) if resident else tiered(store, passes, model=model)
@@ -178,9 +171,7 @@ def test_a_model_of_rows_alone_accumulates_gradients_from_the_first_step(
     trained.close()
 
 
-def test_a_second_cache_on_a_store_in_training_is_refused(
-    cache: TierCache, store: tc.Store, passes: tc.PassDataset
-) -> None:
+def test_a_second_cache_on_a_store_is_refused(cache: TierCache, store: tc.Store, passes: tc.PassDataset) -> None:
     registered(cache, CASE)
     with tiered(store, passes) as other:
         registered(other, CASE)

@@ -1,8 +1,6 @@
 """p.sample: negatives drawn from the keys of the pass, with their counts and probabilities."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +11,6 @@ from tests.train.recorded import Clicks, converted, opened, record
 from tests.train.test_bad_input import one_sentence
 from tiercache.data.raw_batch import OOV_KEY
 from tiercache.train.negatives import NegativeSampler
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

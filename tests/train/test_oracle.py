@@ -1,9 +1,8 @@
 """Training equals torch's own embedding modules and optimizers, and row optimizers written by hand."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +14,6 @@ from tests.train.cases import Case, Spec, result_of, table, tiered
 from tests.train.devices import DEVICES, device_of_tests
 from tests.train.oracle import Oracle
 from tiercache.store import MemoryEngine
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OPTIMIZERS = {
     "sgd": tc.optim.SGD(learning_rate=0.1),

@@ -1,11 +1,11 @@
 """Loops that use the parameters and gradients of modules by hand: torch's numbers, or an error."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +19,6 @@ from tests.train.beside_torch import World, plain
 from tests.train.cases import tiered
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 CASE = LOOPS_CASE
 
@@ -145,9 +141,7 @@ def test_gradients_of_all_groups_may_be_scaled_without_torch_counting_it(world: 
     ("through", "before", "drops"),
     [("data", "forward", False), ("data", "forward", True), ("data", "step", False), ("torch", "forward", True)],
 )
-def test_parameters_written_between_backward_and_step_are_refused(
-    world: World, through: str, before: str, drops: bool
-) -> None:
+def test_parameters_written_before_a_step_are_refused(world: World, through: str, before: str, drops: bool) -> None:
     """As in adversarial training, which puts them back before the step, and sharpness-aware minimization."""
     model, optimizer, batch = world.sides(0)[0]
     with world.unmoved():

@@ -1,14 +1,13 @@
 """Tiered training equals training in memory, bit for bit."""
 
-from __future__ import annotations
-
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,9 +39,6 @@ from tiercache.errors import StateError
 from tiercache.store.bits import nearest
 from tiercache.store.row_codec import initial_rows
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 OPTIMIZERS = [
     tc.optim.SGD(learning_rate=0.1, decay=0.01),
     tc.optim.Adagrad(learning_rate=0.1, initial_accumulator=0.1),
@@ -65,9 +61,7 @@ DTYPES = ("float32", "float32", "bfloat16", "float16")
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(("device", "engine"), [("cpu", "memory"), ("cuda", "lmdb")])
 @pytest.mark.parametrize(("optimizer", "initializer"), list(zip(OPTIMIZERS, cycle(INITIALIZERS))))
-def test_tiered_training_ends_with_the_bits_of_training_in_memory(
-    tmp_path: Path, device: str, engine: str, optimizer: Any, initializer: Any
-) -> None:
+def test_tiers_end_as_memory_does(tmp_path: Path, device: str, engine: str, optimizer: Any, initializer: Any) -> None:
     """Rows, optimizer state and dense weights; two groups, four ways of pooling.
 
     On CUDA as on the CPU within 1e-5, and on the shim, whose dense layers are the CPU's, to the last bit, as no row has

@@ -1,9 +1,8 @@
 """A pass is committed as trained only if its batches were trained; anything else is an error unless requested."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +13,6 @@ import tiercache as tc
 from tests.train.cases import Case, Net, Spec, open_store, table, tiered
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 CASE = Case(
     tables=(table("a", 4, tc.optim.SGD(learning_rate=0.1)), table("b", 6)),
@@ -329,9 +325,7 @@ def test_a_last_pass_that_was_not_trained_is_refused_when_the_cache_closes(train
 
 
 @pytest.mark.parametrize("call", [tc.Pass.skip, tc.Pass.stop], ids=["skip", "stop"])
-def test_a_pass_that_has_ended_is_neither_skipped_nor_stopped(
-    training: Training, call: Callable[[tc.Pass], None]
-) -> None:
+def test_an_ended_pass_is_neither_skipped_nor_stopped(training: Training, call: Callable[[tc.Pass], None]) -> None:
     p = next(training.passes())
     with one_sentence(RuntimeError, "pass 0", "0 of its 64 samples", "was not kept"):
         call(p)

@@ -1,10 +1,10 @@
 """p.loader: a pass is trained on exactly its samples, from the user's own dataset, in an order that resumes."""
 
-from __future__ import annotations
-
 import random
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,10 +29,6 @@ from tests.train.test_bad_input import one_sentence
 from tests.train.test_recorded_key_sets import Numbers
 from tiercache.errors import DatasetError, StateError
 from tiercache.train.loader_batches import made_batches
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +63,7 @@ def taken(folder: Path, data: tc.PassDataset, dataset: Any, epochs: int = 1, **a
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_losses_are_those_of_torch_in_memory_with_the_same_batches(
-    tmp_path: Path, data: tc.PassDataset, workers: int
-) -> None:
+def test_losses_are_those_of_torch_with_the_same_batches(tmp_path: Path, data: tc.PassDataset, workers: int) -> None:
     assert len(data) > 5
     batches, losses, _ = stopped_after(
         tmp_path, data, lambda p: p.loader(Clicks(), BATCH, shuffle=p.epoch == 1, num_workers=workers), epochs=2,
@@ -133,9 +127,7 @@ def run(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_training_that_stops_inside_passes_ends_with_the_same_bits(
-    tmp_path: Path, data: tc.PassDataset, workers: int
-) -> None:
+def test_a_training_that_stops_ends_with_the_same_bits(tmp_path: Path, data: tc.PassDataset, workers: int) -> None:
     assert run(tmp_path / "stopped", data, [3, 8, 1, 20], workers) == run(tmp_path / "whole", data, [])
 
 
@@ -214,9 +206,7 @@ def steps(cache: tc.TierCache, per_step: int, **options: Any) -> Iterator[list[A
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_trainer_may_take_the_batches_of_a_step_at_once(
-    tmp_path: Path, in_order: tc.PassDataset, shuffle: bool
-) -> None:
+def test_a_trainer_may_take_a_steps_batches_at_once(tmp_path: Path, in_order: tc.PassDataset, shuffle: bool) -> None:
     found = []
     for per_step in (1, 2):
         torch.manual_seed(9)
@@ -329,9 +319,7 @@ def test_batches_of_a_batch_sampler_are_trained_as_they_were_recorded(tmp_path: 
         {"batch_size": None}, {"batch_size": None, "sampler": range(8)},
     ],
 )  # fmt: skip
-def test_batches_have_the_shapes_that_torch_gives_them(
-    tmp_path: Path, sampling: dict[str, Any], size: int | None
-) -> None:
+def test_batches_have_the_shapes_of_torchs(tmp_path: Path, sampling: dict[str, Any], size: int | None) -> None:
     """Batches of one sample have one, and samples that were not batched have none, unless a batch size is passed."""
     clicks: Any = [(torch.tensor(i), torch.full((2,), i)) for i in range(8)]
     data = record(tmp_path / "keys", DataLoader(clicks, **sampling), keys=lambda batch: {"item": batch[1]})

@@ -1,10 +1,10 @@
 """Plain tensors of keys in forward: models do not change, and train to torch's losses."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +16,6 @@ import tiercache as tc
 from tests.train.cases import tiered
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import KeyNotInPassError, StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 ITEMS, USERS, DIM, LENGTH, BATCH = 120, 60, 8, 6, 16
 RATE, DENSE_RATE, PASSES, STEPS = 0.1, 0.05, 4, 50

@@ -1,15 +1,14 @@
 """Batches made ahead equal those of the training thread; surplus ones are dropped."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,9 +36,6 @@ from tiercache.errors import DatasetError, StateError
 from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.train.batches import sample_order
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
@@ -54,9 +50,7 @@ def no_thread_is_left() -> Iterator[None]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_batches_are_the_same_however_far_ahead_they_are_made(
-    passes: tc.PassDataset, device: str, shuffle: bool
-) -> None:
+def test_batches_are_the_same_however_early_they_are_made(passes: tc.PassDataset, device: str, shuffle: bool) -> None:
     loop, p = one_pass(passes, device)
     order = np.arange(p.num_samples)
     if shuffle:
@@ -249,9 +243,7 @@ def test_a_wrong_id_is_an_error_at_the_lookup_of_its_batch(passes: tc.PassDatase
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("ahead", [0, 1, 2, 9])
-def test_a_batch_that_cannot_be_read_is_an_error_in_its_place(
-    passes: tc.PassDataset, ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_batch_is_an_error(passes: tc.PassDataset, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Earlier batches are yielded and counted, but not this one; raised on the training thread."""
     change_reads(monkeypatch, gone_from(40))
     loop, p = one_pass(passes)

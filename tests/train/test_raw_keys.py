@@ -1,18 +1,17 @@
 """Raw keys: training with them equals training with local ids, bit for bit; a device looks them up itself."""
 
-from __future__ import annotations
-
 import tempfile
 import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from numpy.typing import NDArray
 
 import tiercache as tc
 from tests.apart import ran
@@ -50,9 +49,6 @@ from tiercache.errors import KeyNotInPassError, StateError
 from tiercache.rows.backends import cuda_runtime
 from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.rows.backends.open_backend import open_backend
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 CASE = Case(
     tables=(table("a", 8), table("b", 5, tc.optim.Adam(learning_rate=0.05)), table("c", 8, dtype="bfloat16")),
@@ -318,9 +314,7 @@ def test_of_a_batch_only_the_count_of_missing_keys_comes_back(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("slice_keys", [1 << 20, 700, 1])
-def test_an_index_on_the_device_takes_what_is_planned_of_the_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slice_keys: int
-) -> None:
+def test_an_index_takes_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slice_keys: int) -> None:
     monkeypatch.setattr(cuda_runtime, "SLICE_KEYS", slice_keys)
     sizes = (30, 2000, 500) if slice_keys > 1 else (3, 40, 9)
     passes, keys = passes_of(tmp_path / "keys", *sizes)

@@ -1,13 +1,12 @@
 """record_key_sets: a loader is run once, and its batches' keys become key sets that fit the device budget."""
 
-from __future__ import annotations
-
 import random
 import re
 import signal
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,9 +48,6 @@ from tiercache.data.recorded_batches import lookup_digest
 from tiercache.errors import BudgetError, DatasetError, ExtractionError
 from tiercache.sizes import parse_bytes
 from tiercache.store.bits import hash_keys, mix, xxh64
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 def keys_of(dataset: Clicks, samples: Any) -> dict[str, np.ndarray[Any, Any]]:

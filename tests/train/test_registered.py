@@ -1,14 +1,14 @@
 """Objects registered with a cache besides tables: wrapped models, schedulers; contents of commits and checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os
 import pickle
 import random
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,10 +22,6 @@ from tiercache.dist.communicator import communicator_of
 from tiercache.errors import StateError
 from tiercache.rows.backends.cpu import CpuBackend
 from tiercache.train.dense_state import DenseState
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 CASE = Case(tables=(table("a", 4), table("b", 6)), specs=SPECS, num_samples=64, pass_rows=32)
 
@@ -226,9 +222,7 @@ class Runs:
         (saved({"objects": {}})[:-40], "it cannot be unpickled"),
     ],
 )
-def test_dense_state_that_is_none_is_neither_run_nor_recommended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, named: str
-) -> None:
+def test_wrong_dense_state_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, named: str) -> None:
     """Torch's own error would say how to run it."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StateError, match=r"not only tensors and plain values .*so it was not loaded") as caught:

@@ -1,9 +1,9 @@
 """Days of data into one store: the store follows each new schedule."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,10 +32,6 @@ from tiercache.planning.pass_plan import segments_by_pass
 from tiercache.store import Cursor, MemoryEngine, alter, external_sort, load_rows, verify
 from tiercache.store.bulk_load import load_sorted
 from tiercache.store.segment import BASE_PASS, base_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 def one_case(optimizer: Any = None, **options: Any) -> Case:

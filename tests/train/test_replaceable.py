@@ -1,9 +1,9 @@
 """Modules that do more than look up are not replaced by tc.convert."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +13,6 @@ from torch import nn
 import tiercache as tc
 from tests.train.cases import table, tiered
 from tests.train.test_convert import SCHEMA, Small
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 class Scaled(nn.Embedding):

@@ -1,12 +1,12 @@
 """Changes of gradients by a training loop apply to rows too, or raise an error."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +21,6 @@ from tiercache.errors import StateError
 from tiercache.rows.backends.open_backend import open_backend
 from tiercache.store.table import group_tables
 from tiercache.train.row_optimizer import RowOptimizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 CASE = Case(
     tables=(table("a", 4, tc.optim.SGD(learning_rate=0.5)), table("b", 4, tc.optim.SGD(learning_rate=0.5))),

@@ -1,9 +1,9 @@
 """Settings of row optimizers that change between steps: they apply from the next step, as in torch, or are refused."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +11,6 @@ import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
 import tiercache as tc
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 KEYS, DIM, BATCH, STEPS = 4, 5, 8, 8
 

@@ -1,10 +1,7 @@
 """Writes to rows besides steps match torch's: max_norm at a lookup, and hooks after a step."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,13 +10,11 @@ from torch import nn
 from torch.nn import functional
 
 import tiercache as tc
+from tests.dist.pool import RanksPool
 from tests.train.cases import table, tiered
 from tests.train.test_convert import SCHEMA, Small
+from tiercache.dist.communicator import AnyCommunicator
 from tiercache.errors import StateError
-
-if TYPE_CHECKING:
-    from tests.dist.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
 
 ROWS, DIM = 40, 6
 

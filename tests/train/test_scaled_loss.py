@@ -1,9 +1,9 @@
 """Rows follow a GradScaler, in any use by the loop: unscaled, or skipped."""
 
-from __future__ import annotations
-
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +15,8 @@ from tests.train.cases import registered, tiered
 from tests.train.test_bad_input import CASE, one_sentence, store, trained
 from tiercache.errors import StateError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    Trained = tc.TierCache | tc.InMemoryCache
-
 __all__ = ["store", "trained"]  # fixtures
+Trained = tc.TierCache | tc.InMemoryCache
 
 
 @pytest.fixture(params=["tiered", "resident"])
@@ -141,9 +136,7 @@ MEETINGS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("how", MEETINGS)
 @pytest.mark.parametrize("clips", [False, True])
-def test_gradients_that_share_memory_are_unscaled_and_clipped_once(
-    passes: tc.PassDataset, how: str, clips: bool
-) -> None:
+def test_gradients_that_share_memory_are_unscaled_once(passes: tc.PassDataset, how: str, clips: bool) -> None:
     """Autograd passes one tensor to both sides of a sum; rows end with the bits of a loop without a scale."""
     found = []
     for scale in (1.0, 2.0**12):

@@ -1,8 +1,7 @@
 """Lookups have first derivatives: differentiating twice through them raises, and all else is as in torch."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +10,6 @@ from torch import nn
 
 import tiercache as tc
 from tests.train.cases import Case, Spec, resident, table
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CASE = Case(
     tables=(table("a", 4, tc.optim.SGD(learning_rate=0.1)), table("b", 4, tc.optim.SGD(learning_rate=0.1))),

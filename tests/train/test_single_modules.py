@@ -1,10 +1,9 @@
 """`EmbeddingBag` and `Embedding` in place of torch's, features of a batch, and usual loops with both."""
 
-from __future__ import annotations
-
 import copy
 import pickle
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +12,6 @@ import tiercache as tc
 from tests.train.cases import Case, Spec, table
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 CASE = Case(
     tables=(table("a", 4), table("b", 4)),

@@ -1,11 +1,11 @@
 """Loops with a length: over passes, over the batches of a pass, and flat over the batches of all passes."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +17,7 @@ from tests.train.cases import assert_same_bits, result_of, result_of_resident
 from tests.train.recorded import BATCH, Clicks
 from tests.train.test_fetch_ahead import CASE, STEPS, Plain, Training, opened, plain_on, store_of
 from tiercache.errors import BudgetError, DatasetError, StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tiercache.train.training_batches import TrainingBatches
+from tiercache.train.training_batches import TrainingBatches
 
 PASSES, BATCHES = 8, 4
 
@@ -117,9 +112,7 @@ def test_the_length_of_a_resumed_loop_is_what_is_left(passes: tc.PassDataset, st
 
 
 @pytest.mark.parametrize(("size", "epochs", "message"), [(0, 1, "invalid batch size 0"), (8, -1, "epochs is -1")])
-def test_a_flat_loop_of_no_size_is_refused_when_it_is_made(
-    passes: tc.PassDataset, size: int, epochs: int, message: str
-) -> None:
+def test_a_flat_loop_of_no_size_is_refused(passes: tc.PassDataset, size: int, epochs: int, message: str) -> None:
     with tc.InMemoryCache(passes) as cache, pytest.raises(ValueError, match=message):
         cache.batches(size, epochs=epochs)
 
@@ -149,9 +142,7 @@ def test_a_flat_loop_ends_with_the_bits_of_a_loop_over_passes(passes: tc.PassDat
 
 
 @pytest.mark.parametrize("end", ["close", "commit", "another loop", "collected"])
-def test_a_trainer_that_takes_as_many_batches_as_the_length_trains_all_passes(
-    passes: tc.PassDataset, plain: Plain, end: str
-) -> None:
+def test_a_trainer_that_takes_len_batches_trains_all_passes(passes: tc.PassDataset, plain: Plain, end: str) -> None:
     """It never requests one more, so a later call commits the last pass."""
     with store_of(passes) as store:
         with flat(passes, store) as training:
@@ -185,9 +176,7 @@ def test_a_flat_loop_of_a_cache_in_memory_ends_with_the_same_bits(passes: tc.Pas
 @pytest.mark.parametrize(
     ("steps", "commits"), [(2, True), (7, True), (STEPS - 1, True), *((n, False) for n in range(1, STEPS + 1, 3))]
 )
-def test_a_flat_loop_that_was_left_resumes_from_the_last_commit(
-    passes: tc.PassDataset, plain: Plain, steps: int, commits: bool
-) -> None:
+def test_a_flat_loop_resumes_from_a_commit(passes: tc.PassDataset, plain: Plain, steps: int, commits: bool) -> None:
     """Leaving it commits nothing more; the remaining batches of a pass with a commit inside come first."""
     with store_of(passes) as store:
         with flat(passes, store) as training:
@@ -208,9 +197,7 @@ def test_a_flat_loop_that_was_left_resumes_from_the_last_commit(
 @pytest.mark.parametrize(
     ("trained", "words"), [(0, "pass 0 ended with 0 of its 4"), (STEPS - 1, "pass 7 ended with 3 of its 4")]
 )
-def test_a_pass_of_a_flat_loop_whose_batches_were_not_trained_is_refused(
-    passes: tc.PassDataset, trained: int, words: str
-) -> None:
+def test_an_untrained_pass_of_a_flat_loop_is_refused(passes: tc.PassDataset, trained: int, words: str) -> None:
     """The last batch of all too, if the loop requests one more; a loop that is left there commits nothing more."""
     with store_of(passes) as store:
         for is_left in (True, False):
@@ -244,9 +231,7 @@ def test_a_pass_is_skipped_or_stopped_in_a_flat_loop(passes: tc.PassDataset) -> 
 
 
 @pytest.mark.parametrize(("epochs", "stopped"), [(1, 3), (1, 2), (2, 5)])
-def test_a_pass_that_was_stopped_after_its_last_batch_is_not_committed(
-    passes: tc.PassDataset, epochs: int, stopped: int
-) -> None:
+def test_a_pass_stopped_at_its_last_batch_is_not_committed(passes: tc.PassDataset, epochs: int, stopped: int) -> None:
     """Nor is the last pass of a loop, whose end came before its last batch."""
     with store_of(passes) as store:
         with flat(passes, store, epochs=epochs) as training:
@@ -289,9 +274,7 @@ def test_the_state_of_a_flat_loop_is_that_of_the_last_commit(passes: tc.PassData
 # -- evaluation ----------------------------------------------------------------------------------------------
 
 
-def test_evaluation_batches_have_a_length_and_the_rows_of_each_iteration(
-    passes: tc.PassDataset, tmp_path: Path
-) -> None:
+def test_evaluation_batches_have_a_length_and_rows_of_each_iteration(passes: tc.PassDataset, tmp_path: Path) -> None:
     """Their vectors equal a lookup of raw keys; a cache that was not restored is restored first."""
     others = replace(CASE, num_keys=700, data_seed=5, num_samples=90, pass_rows=48).cut(tmp_path / "others")
     with store_of(passes) as store:
@@ -333,9 +316,7 @@ def test_slices_of_evaluation_batches_end_at_whole_batches(passes: tc.PassDatase
 # -- one's own dataset ---------------------------------------------------------------------------------------
 
 
-def trained_on_clicks(
-    folder: Path, data: tc.PassDataset, stop: int | None = None, *, is_flat: bool = True
-) -> dict[str, Any]:
+def clicks_of(folder: Path, data: tc.PassDataset, stop: int | None = None, *, is_flat: bool = True) -> dict[str, Any]:
     """Train out of the dataset itself, to its end or to a commit; return rows and weights."""
     torch.manual_seed(9)
     cache, step = recorded.opened(folder, data)
@@ -361,10 +342,10 @@ def trained_on_clicks(
 def test_a_flat_loop_takes_its_batches_out_of_ones_own_dataset(tmp_path: Path, stop: int | None) -> None:
     """A trainer that takes ``len`` batches ends with the bits of a loop over loaders, also after a resume."""
     data = recorded.record(tmp_path / "keys")
-    expected = trained_on_clicks(tmp_path / "passes.tc", data, is_flat=False)
+    expected = clicks_of(tmp_path / "passes.tc", data, is_flat=False)
     if stop is not None:
-        trained_on_clicks(tmp_path / "flat.tc", data, stop)
-    assert trained_on_clicks(tmp_path / "flat.tc", data) == expected
+        clicks_of(tmp_path / "flat.tc", data, stop)
+    assert clicks_of(tmp_path / "flat.tc", data) == expected
 
 
 def test_a_flat_loop_without_samples_is_refused(tmp_path: Path, passes: tc.PassDataset) -> None:

@@ -1,11 +1,10 @@
 """The disk usage of a training or a reorganization is predicted: enough bytes, and less is refused in advance."""
 
-from __future__ import annotations
-
 import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +21,6 @@ from tiercache.store import MemoryEngine, compaction_plan, info, load_rows, rewr
 from tiercache.store.files import ScratchFile
 from tiercache.store.inspect import file_bytes_of
 from tiercache.train.dense_state import DenseState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 CASE = Case(
     tables=(table("user", 24), table("item", 24), table("word", 40, tc.optim.Adam())),
@@ -140,9 +136,7 @@ def test_rows_that_no_pass_uses_are_counted(passes: tc.PassDataset) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 @pytest.mark.parametrize("retention", [1, 3])
-def test_what_a_reorganization_leaves_is_counted(
-    tmp_path: Path, passes: tc.PassDataset, engine: str, retention: int
-) -> None:
+def test_what_reorganizing_leaves_counts(tmp_path: Path, passes: tc.PassDataset, engine: str, retention: int) -> None:
     """Segments stay, and so do the commits of the previous day: the budget of a small day includes them.
 
     With that budget as limit of the engine the day is trained to its end.
@@ -288,9 +282,7 @@ def test_a_reorganization_takes_no_more_than_was_said(
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_too_small_a_budget_is_refused_before_anything_is_written(
-    engine: str, tmp_path: Path, passes: tc.PassDataset
-) -> None:
+def test_too_small_a_budget_is_refused_before_a_write(engine: str, tmp_path: Path, passes: tc.PassDataset) -> None:
     day, path = replace(CASE, **DAYS["a small day"]).cut(tmp_path / "day"), tmp_path / "s"
     with tc.Store.open(path, tables=CASE.tables, engine=engine) as store:
         with tiered(store, passes) as cache:

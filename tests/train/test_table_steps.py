@@ -1,8 +1,7 @@
 """Adam counts the steps of each table as SparseAdam counts a parameter's, also for tables that share a group."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +11,6 @@ from torch import nn
 import tiercache as tc
 from tests.train.cases import Case, Spec, open_store, resident, table, tiered
 from tiercache.values.lookups import Span, feature_spans, position_spans
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RATE = 0.1
 NAMES = ("a", "b", "c")

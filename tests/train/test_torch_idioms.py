@@ -1,14 +1,14 @@
 """Idioms of training loops: each gives torch's numbers, or an error that says what to write instead."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import inspect
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,10 +22,6 @@ from tests.train.beside_torch import Ours, World, plain
 from tests.train.cases import tiered
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
 
 CASE = LOOPS_CASE
 
@@ -164,9 +160,7 @@ def noise(model: nn.Module, batch: tc.Batch) -> None:
         (noise, ("gradients were changed", "cache.clip_grad_norm_")),
     ],
 )
-def test_gradients_that_leave_rows_out_are_refused(
-    world: World, change: Callable[..., None], words: tuple[str, ...]
-) -> None:
+def test_gradients_without_rows_are_refused(world: World, change: Callable[..., None], words: tuple[str, ...]) -> None:
     with world.unmoved():
         change(world.model, world.batches[0])
         for step in (world.optimizer.part(world.dense).step, world.optimizer.step):

@@ -1,9 +1,9 @@
 """A key that was never trained has one meaning, in an evaluation and in the served model; so does padding."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,17 +11,12 @@ import torch
 from torch import nn
 
 import tiercache as tc
+from tests.dist.pool import RanksPool
 from tests.train.cases import table, tiered
 from tests.train.oracle import initial_row
+from tiercache.dist.communicator import AnyCommunicator
 from tiercache.errors import RankError
 from tiercache.store.store_errors import KeyMissingError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.dist.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
 
 SCHEMA = tc.Schema(
     features=(
@@ -110,9 +105,7 @@ def cache(tmp_path: Path) -> Iterator[tuple[tc.TierCache, Model]]:
 
 
 @pytest.mark.parametrize("unseen", [None, "initial", "zeros"])
-def test_an_unseen_key_is_read_as_one_thing_wherever_it_is_looked_up(
-    cache: tuple[tc.TierCache, Model], unseen: str | None
-) -> None:
+def test_an_unseen_key_is_read_as_one_thing_everywhere(cache: tuple[tc.TierCache, Model], unseen: str | None) -> None:
     """In the evaluation of raw keys and in the plain model, with every pooling; by default its initial row."""
     made, model = cache
     options: Any = {} if unseen is None else {"unseen": unseen}

@@ -1,9 +1,8 @@
 """TierCache(None, data): the loop of a cache with a store, with all rows on the device and no commit."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +15,6 @@ from tests.train.beside_torch import CASE as LOOPS_CASE
 from tests.train.beside_torch import Ours
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import StateError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CASE = LOOPS_CASE
 
