@@ -237,26 +237,22 @@ def maps() -> list[tuple[int, int]]:
     return [(int(first, 16), int(last, 16)) for first, last in (line.split()[0].split("-") for line in lines)]
 
 
-def test_memory_that_nobody_closed_is_unlocked_when_it_goes() -> None:
-    """A GPU would mistake later pages at these addresses for it."""
+@pytest.mark.parametrize("is_fork", [False, True])
+def test_memory_that_nobody_closed_is_unlocked_when_it_goes(monkeypatch: pytest.MonkeyPatch, is_fork: bool) -> None:
+    """A GPU would mistake later pages at these addresses for it.
+
+    A process that was forked off releases a copy: CUDA would refuse, and the pages belong to its parent.
+    """
     gpu = Pins()
     memory = PinnedArena(64 * PAGE_BYTES, 8 * PAGE_BYTES, gpu, pinned=True)
     region = memory.take(8 * PAGE_BYTES)
     memory.give_back(memory.take(PAGE_BYTES))
     assert gpu.pinned
-    del memory, region
-    assert not gpu.pinned
-
-
-def test_a_process_that_was_forked_off_unlocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It releases a copy: CUDA would refuse, and the pages belong to its parent."""
-    gpu = Pins()
-    memory = PinnedArena(64 * PAGE_BYTES, 8 * PAGE_BYTES, gpu, pinned=True)
-    region = memory.take(8 * PAGE_BYTES)
     with monkeypatch.context() as patched:
-        patched.setattr(os, "getpid", lambda: -1)
-        del region
-    assert gpu.pinned
+        if is_fork:
+            patched.setattr(os, "getpid", lambda: -1)
+        del memory, region
+    assert bool(gpu.pinned) == is_fork
 
 
 # -- trainings ------------------------------------------------------------------------------------------------

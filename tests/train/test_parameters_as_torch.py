@@ -125,13 +125,14 @@ def test_gradients_that_are_changed_are_refused(world: World, how: str, before: 
     world.optimizer.step()
 
 
-def test_gradients_of_all_groups_may_be_scaled_without_torch_counting_it(world: World) -> None:
-    """Rows have theirs in the optimizer's groups."""
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_gradients_of_all_groups_may_be_scaled(world: World, is_counted: bool) -> None:
+    """Rows have theirs in the optimizer's groups; whether torch counts the writes or not."""
     (model, optimizer, batch), theirs = world.sides(0)
     (8 * model(batch).square().mean()).backward()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            parameter.grad.data.mul_(0.125)
+            (parameter.grad if is_counted else parameter.grad.data).mul_(0.125)
     optimizer.step()
     plain(*theirs)
     world.assert_same()

@@ -13,18 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import tiercache as tc
-from tests.train.recorded import (
-    BATCH,
-    ITEMS,
-    SAMPLES,
-    Clicks,
-    indices,
-    loader,
-    opened,
-    record,
-    result,
-    torch_step,
-)
+from tests.train.recorded import BATCH, ITEMS, SAMPLES, Clicks, indices, loader, opened, record, result, torch_step
 from tests.train.test_bad_input import one_sentence
 from tests.train.test_recorded_key_sets import Numbers
 from tiercache.errors import DatasetError, StateError

@@ -1,6 +1,5 @@
 """Rows follow a GradScaler, in any use by the loop: unscaled, or skipped."""
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,25 +89,6 @@ def test_gradients_unscaled_for_an_own_optimizer_first_are_refused(passes: tc.Pa
         optimizer.step()
         assert not np.array_equal(vectors_of(cache, p), before)
         loop.close()
-
-
-def test_gradients_of_parameters_may_be_unscaled_before_those_of_rows(passes: tc.PassDataset) -> None:
-    """By hand, over the model and over the tables."""
-    found = []
-    for scale in (1.0, 8.0):
-        with tc.InMemoryCache(passes) as cache:
-            torch.manual_seed(0)
-            loop, pass_index, batch, (model, optimizer) = opened(cache)
-            (model(batch).sum() * scale).backward()
-            for parameter in model.parameters():
-                parameter.grad.div_(scale)
-            of_tables = [group["params"] for group in optimizer.param_groups if "table" in group]
-            for parameter in itertools.chain(*of_tables):
-                parameter.grad.div_(scale)
-            optimizer.step()
-            found.append(vectors_of(cache, pass_index))
-            loop.close()
-    assert np.array_equal(*found)
 
 
 class Pair(torch.nn.Module):
