@@ -95,23 +95,16 @@ MOVED = Case(
 
 
 class CountingGpu(ShimRuntime):
-    """Counts bytes that are copied to the device other than those of batches, which threads make ahead of time.
-
-    Also the bytes of each page range that is pinned.
-    """
+    """Counts bytes that are copied to the device other than those of batches, which threads make ahead of time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.copied, self.locks = 0, list[int]()
+        self.copied = 0
 
     def copy(self, host: torch.Tensor, there: torch.Tensor, *, lasting: bool = False) -> None:
         if not threading.current_thread().name.startswith("tiercache-batches"):
             self.copied += host.nbytes
         super().copy(host, there, lasting=lasting)
-
-    def pin(self, address: int, num_bytes: int) -> None:
-        self.locks.append(num_bytes)
-        super().pin(address, num_bytes)
 
 
 def test_a_commit_inside_a_pass_brings_nothing_to_the_device(tmp_path: Path) -> None:

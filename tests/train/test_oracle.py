@@ -124,8 +124,7 @@ def two_tables(optimizer: str) -> tuple[tc.Table, ...]:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(("optimizer", "accumulate"), [(name, 1 + 2 * (i % 2)) for i, name in enumerate(OPTIMIZERS)])
 def test_training_equals_torch_within_rounding(tmp_path: Path, optimizer: str, accumulate: int) -> None:
-    specs = [s for s in SPECS if s.mode != "max"] if optimizer == "adam" else SPECS  # SparseAdam takes no max
-    compare(Case(tables=two_tables(optimizer), specs=tuple(specs), num_keys=60, accumulate=accumulate), tmp_path)
+    compare(Case(tables=two_tables(optimizer), specs=SPECS, num_keys=60, accumulate=accumulate), tmp_path)
 
 
 @pytest.mark.sampled(8)
