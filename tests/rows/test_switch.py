@@ -301,10 +301,6 @@ def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch
     assert {"MainThread", "tiercache-reader", "tiercache-writer"} <= met
 
 
-@pytest.mark.parametrize(
-    ("owner", "method"),
-    [(Packer, "unpack"), (Packer, "activate"), (Packer, "lay_out_staged"), (HostTier, "keep"), (HostTier, "enter")],
-)
 def fails(cache: TierCache, owner: type, method: str, call: int, *, drains: bool = False) -> tuple[Net, Any]:
     """Train to an error at a call of a method; return model and optimizer."""
     model, optimizer = registered(cache, CASE)
@@ -324,6 +320,10 @@ def fails(cache: TierCache, owner: type, method: str, call: int, *, drains: bool
     return model, optimizer
 
 
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(Packer, "unpack"), (Packer, "activate"), (Packer, "lay_out_staged"), (HostTier, "keep"), (HostTier, "enter")],
+)
 def test_a_failure_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
     passes = CASE.cut(tmp_path / "passes")
     take, out = PinnedArena.take, list[int]()

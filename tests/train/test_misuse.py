@@ -132,12 +132,14 @@ def test_gradients_left_at_the_end_of_a_pass_are_refused(either: Any) -> None:
         next(loop)
 
 
-def test_a_forgotten_track_is_refused_at_the_second_lookup(either: Any) -> None:
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_forgotten_track_is_refused_at_the_second_lookup(passes: tc.PassDataset, resident: bool) -> None:
     """Not at the end of the pass: the optimizer steps, but rows would not."""
-    model = Net(either, CASE)
-    either.register(model=model)
+    cache = tc.InMemoryCache(passes) if resident else tiered(open_store(passes.path, CASE, "memory"), passes)
+    model = Net(cache, CASE)
+    cache.register(model=model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop = either.passes(epochs=2)
+    loop = cache.passes(epochs=2)
     batches = next(loop).batches(16)
     model(next(batches)).sum().backward()
     optimizer.step()
@@ -146,12 +148,13 @@ def test_a_forgotten_track_is_refused_at_the_second_lookup(either: Any) -> None:
         model(batch)
     with torch.no_grad():
         model(batch)  # leaves no gradients
-    either.optimizer.step()
+    cache.optimizer.step()
     for batch in batches:  # rows are stepped by hand, also every other batch
         model(batch).sum().backward()
         model(batch).sum().backward()
-        either.optimizer.step()
+        cache.optimizer.step()
     loop.close()
+    cache.close()
 
 
 @pytest.mark.parametrize("resident", [False, True])

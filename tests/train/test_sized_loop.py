@@ -332,7 +332,8 @@ def clicks_of(folder: Path, data: tc.PassDataset, stop: int | None = None, *, is
             if count == stop:
                 cache.commit()
                 return {}
-        cache.commit()
+        if is_flat:  # it has not requested one more batch
+            cache.commit()
         assert cursor_of(cache.store) == (2 * len(data), 0)
         return recorded.result(cache, step)
 
