@@ -51,10 +51,7 @@ STEPS = 1000.0
 
 @contextmanager
 def goes_on(folder: Path, stands: int | None = None) -> Iterator[tuple[TierCache, pytest.MonkeyPatch]]:
-    """Yield a cache to train; afterward its store is at the beginning of a pass, and another cache resumes there.
-
-    It ends with the bits of a training in memory.
-    """
+    """Yield a cache to train; then its store is between passes, and another cache ends with the bits of memory."""
     passes = CASE.cut(folder / "passes")
     with open_store(folder / "x", CASE, "lmdb") as store:
         with pytest.MonkeyPatch.context() as patch, tiered(store, passes) as cache:

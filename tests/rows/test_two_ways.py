@@ -66,10 +66,7 @@ def bits(
 @pytest.mark.parametrize("budget", ["64MiB", None])
 @pytest.mark.parametrize("device", [*DEVICES, "late"])
 def test_rows_that_move_in_many_parts_have_the_bits_of_memory(tmp_path: Path, device: str, budget: str | None) -> None:
-    """If the next pass has more rows than the last, as many, or fewer; and if rows come as late as possible.
-
-    On a GPU with a reserve, rows move during the previous pass: at once, or late.
-    """
+    """On a GPU with a reserve, rows move during the previous pass: at once, or late."""
     there = shim(late_loads=True) if device == "late" else DEVICES[device]()
     reports = bits(
         CASE, tmp_path, there, in_memory="cpu" if device == "cpu" else None, device_budget=budget, each_batch=arrive

@@ -70,9 +70,7 @@ def seen(batches: list[dict[str, Any]], cache: Any) -> Any:
 
 
 def oracle(cache: Any, missing: str) -> Rows:
-    """Return what each key reads in pass 1, in a dict: of the keys of its sub-dataset and, by ``missing``, of the
-    others.
-    """
+    """Return what each key reads in pass 1: current rows of its keys and, by ``missing``, rows of the others."""
     rows: Rows = {}
     for spec in TABLES:
         now = dict(zip(cache.keys(spec.name).tolist(), cache.fields(spec.name)[0].copy(), strict=True))
@@ -149,9 +147,8 @@ def assert_vectors(cache: Any, batch: tc.Batch, lists: Lists, rows: Rows, *, ste
         expected = np.array([rows[feature.table][key] for key in ids], np.float32).reshape(found.shape)
         exact = ~np.isin(ids, PASS_KEYS[1]) if stepped else slice(None)
         np.testing.assert_array_equal(found[exact], expected[exact])
-        np.testing.assert_allclose(
-            found, expected, **dict.fromkeys(["rtol", "atol"], 1e-2 if feature.table == "c" else 1e-5)
-        )
+        tolerance = 1e-2 if feature.table == "c" else 1e-5
+        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def missing_some(samples: tc.PassDataset) -> Callable[[int, dict[str, Any]], None]:

@@ -148,9 +148,10 @@ def test_parameters_written_before_a_step_are_refused(world: World, through: str
     with world.unmoved():
         model(batch).square().mean().backward()
         for parameter in model.parameters():
-            kept = parameter.data.clone()
+            kept, grad = parameter.data.clone(), parameter.grad
+            assert grad is not None
             with torch.no_grad():
-                (parameter.data if through == "data" else parameter).add_(parameter.grad / parameter.grad.norm())
+                (parameter.data if through == "data" else parameter).add_(grad / grad.norm())
             if before == "step":
                 parameter.data = kept
         if drops:

@@ -62,11 +62,7 @@ DTYPES = ("float32", "float32", "bfloat16", "float16")
 @pytest.mark.parametrize(("device", "engine"), [("cpu", "memory"), ("cuda", "lmdb")])
 @pytest.mark.parametrize(("optimizer", "initializer"), list(zip(OPTIMIZERS, cycle(INITIALIZERS))))
 def test_tiers_end_as_memory_does(tmp_path: Path, device: str, engine: str, optimizer: Any, initializer: Any) -> None:
-    """Rows, optimizer state and dense weights; two groups, four ways of pooling.
-
-    On CUDA as on the CPU within 1e-5, and on the shim, whose dense layers are the CPU's, to the last bit, as no row has
-    more than 256 entries in a step.
-    """
+    """On the shim, whose dense layers are the CPU's, to its last bit: no row has more than 256 entries in a step."""
     case = Case(
         tables=(table("a", 8, optimizer, initializer), table("b", 3, optimizer, initializer)), specs=SPECS,
         num_samples=128, pass_rows=32,

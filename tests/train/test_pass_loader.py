@@ -356,7 +356,7 @@ def test_an_iterable_that_became_shorter_is_refused(tmp_path: Path) -> None:
 def test_a_sampler_feeds_a_loader_of_the_users(tmp_path: Path, data: tc.PassDataset) -> None:
     """The pass is trained when the sampler has ended; a commit inside it is refused, as its batches are not counted."""
     cache, step = opened(tmp_path / "store", data)
-    batches, losses = [], []
+    batches, losses = list[Any](), []
     with cache:
         for p in cache.passes(epochs=1):
             sampler = p.sampler(shuffle=True)

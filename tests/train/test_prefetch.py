@@ -88,11 +88,7 @@ def test_a_training_has_the_same_bits_however_far_ahead_batches_are_made(passes:
 
 
 def test_after_the_first_batches_the_training_thread_brings_nothing(passes: tc.PassDataset) -> None:
-    """Labels, ids of every kind, bags and weights of the data are on the device when a module requests them.
-
-    Two copies brought all of them, columns and ids, from one of a few blocks of pinned memory, which are kept until the
-    cache is closed.
-    """
+    """Two copies brought columns and ids, from one of a few blocks of pinned memory, kept until the cache is closed."""
 
     class Noting(ShimRuntime):
         def copy(self, host: torch.Tensor, there: torch.Tensor, *, lasting: bool = False) -> None:

@@ -118,10 +118,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("engine", "device"), KILLS)
 def test_a_training_killed_inside_a_pass_goes_on_where_the_pass_says(killed: Path, engine: str, device: str) -> None:
-    """The loader begins after start_sample samples, batch numbers continue, and the bits equal an uninterrupted run.
-
-    They also equal training from local ids, on CUDA with keys that are looked up there.
-    """
+    """The bits equal an uninterrupted run from local ids, on CUDA with keys that are looked up there."""
     samples, passes = (tc.PassDataset.open(killed / name) for name in ("samples", "keys"))
     begun: list[tuple[int, ...]] = []
 

@@ -381,10 +381,7 @@ def test_an_altered_store_trains_on_as_one_that_was_made_of_its_rows(tmp_path: P
 def test_a_reorganized_store_trains_at_the_smallest_host_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pass_rows: int, large_pages: bool
 ) -> None:
-    """Ranges of first uses are longer than a region of host memory, whose peak stays within the plan.
-
-    Also for a store that was reorganized with pages of 40 KiB, for any passes.
-    """
+    """Also with ranges longer than a region of host memory, and with pages of 40 KiB."""
     tables = (table("user", 24), table("item", 24))
     specs = (Spec(name="u", table="user"), Spec(name="i", table="item", hotness="multi_hot"))
     case = Case(

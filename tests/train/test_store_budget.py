@@ -137,10 +137,7 @@ def test_rows_that_no_pass_uses_are_counted(passes: tc.PassDataset) -> None:
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 @pytest.mark.parametrize("retention", [1, 3])
 def test_what_reorganizing_leaves_counts(tmp_path: Path, passes: tc.PassDataset, engine: str, retention: int) -> None:
-    """Segments stay, and so do the commits of the previous day: the budget of a small day includes them.
-
-    With that budget as limit of the engine the day is trained to its end.
-    """
+    """Segments stay, and so do the commits of the previous day: the budget of a small day includes them."""
     day = replace(CASE, num_samples=256, pass_rows=64, num_keys=60, data_seed=1, epochs=2)
     small, path = day.cut(tmp_path / "day"), tmp_path / "s"
     with tc.Store.open(path, tables=CASE.tables, engine=engine, retention=retention) as store:

@@ -43,10 +43,7 @@ def bags_of(schema: tc.Schema, features: list[str]) -> tc.EmbeddingBagCollection
 @pytest.mark.parametrize("how", ["dropped", "frozen", "left out"])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_table_counts_the_steps_that_it_took(passes: tc.PassDataset, seed: int, how: str) -> None:
-    """Dropped gradients, a frozen module and a missing lookup do not count as a step.
-
-    Tables step after random batches, each from its own one on.
-    """
+    """Not by dropped gradients, a frozen module or a missing lookup. Tables step at random, each from a batch on."""
     cache = resident(passes)
     model = nn.ModuleList(bags_of(cache.schema, FEATURES[name]) for name in NAMES)
     reference, chance = Oracle(CASE, passes, cache.device), np.random.default_rng(seed)
