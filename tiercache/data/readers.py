@@ -115,6 +115,11 @@ class ParquetReader(FileReader):
                 dropped = min(skip, batch.num_rows)
                 skip -= dropped
                 yield Piece(batch.slice(dropped), done / max(1, meta.num_rows))
+            if done < meta.num_rows:  # Arrow loses a row group of one row if its list of dictionaries spans pages
+                raise SourceError(
+                    f"{self._file.path} has {meta.num_rows:,} rows, but Arrow reads {done:,}: write the file again, "
+                    "with plain lists instead of lists of dictionaries (categories), or with larger pages"
+                )
 
     def _open(self) -> Any:
         source = self._file.path if isinstance(self._file.path, Path) else open_binary(self._file.path)
