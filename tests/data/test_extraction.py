@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -134,6 +135,23 @@ def test_exact_cuts_are_where_rows_files_or_values_change(tmp_path: Path, split_
     made = extracted(tmp_path / "*.parquet", schema, tmp_path / "out", split_by=split_by, batch_multiple=500)
     assert bounds_of(made) == bounds
     assert_same_files(made, reference(tmp_path / "ref", schema, columns, bounds))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([1, 1, 1001, 1 << 62], pa.timestamp("s", "UTC")),  # years beyond 9999
+        pa.array([1, 1, 2, 1 << 62], pa.time64("ns")),
+        pa.array([1, 1, 2, 1 << 62], pa.duration("ns")),
+        pa.array([1, 1, 2, 1 << 30], pa.date32()),
+        pa.array([b"\xff", b"\xff", b"\xfe", b""]).cast(pa.string(), safe=False),
+    ],
+)
+def test_values_that_python_cannot_hold_begin_passes(tmp_path: Path, values: Any) -> None:
+    """Also without pandas, which Arrow needs to return nanoseconds."""
+    batches = [{"a": [1, 2], "t": values[:2]}, {"a": [3, 4], "t": values[2:]}]
+    schema = plain_schema(label=None)
+    assert bounds_of(extracted(batches, schema, tmp_path / "out", split_by="column=t")) == [0, 2, 3, 4]
 
 
 def test_a_finished_set_is_returned_as_it_is(tmp_path: Path, paths: list[Path]) -> None:
