@@ -189,6 +189,38 @@ def test_a_finished_set_of_other_options_is_refused(
         extract(paths, out=tmp_path / "out", **{**SMALL, **changes})
 
 
+@pytest.mark.parametrize("is_text", [True, False])
+def test_other_names_for_the_same_columns_are_refused(tmp_path: Path, is_text: bool) -> None:
+    """The columns of a finished or an interrupted extraction had other names; other data may have any."""
+    (tmp_path / "x.tsv").write_text("1\t5\n2\t6\n3\t7\n")
+    data = tmp_path / "x.tsv" if is_text else [([1, 2, 3], [5, 6, 7])]
+    options = {"split_by": "rows=1", "batch_multiple": 1}
+
+    def named(*names: str) -> Schema:
+        source = tc.schema.SourceFormat(columns=names)
+        return plain_schema(source=source, csv=tc.schema.CsvFormat(header=False))
+
+    finished, stopped = tmp_path / "finished", tmp_path / "stopped"
+    extracted(data, named("a", "y"), finished, **options)
+    with pytest.raises(KeyboardInterrupt):
+        extracted(data, named("a", "y"), stopped, progress=interrupt_at(1), **options)
+    for out in (finished, stopped):
+        with pytest.raises(
+            ExtractionError, match=r"different names \(\[source\] columns was \[\"a\", \"y\"\] and is now"
+        ):
+            extracted(data, named("y", "a"), out, **options)
+        extracted(data, named("a", "y"), out, **options)
+    (tmp_path / "new.csv").write_text("8,0\n")
+    extracted(tmp_path / "new.csv", named("a", "y"), finished, append=True, **options)
+
+
+def test_a_batch_with_other_names_is_other_data(tmp_path: Path) -> None:
+    """The digest of the first batch covers the names of its columns."""
+    extracted([{"a": [1], "y": [2]}], plain_schema(), tmp_path)
+    with pytest.raises(ExtractionError, match="the Python iterable: its version was"):
+        extracted([{"y": [1], "a": [2]}], plain_schema(), tmp_path)
+
+
 def test_a_finished_set_of_other_data_is_refused(tmp_path: Path, paths: list[Path]) -> None:
     """Changed files are detected by size and modification time."""
     extract(paths, out=tmp_path / "out", **SMALL)

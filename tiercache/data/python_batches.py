@@ -34,6 +34,7 @@ class PythonBatches:
         digest = hashlib.sha256()
         for name, value in named_parts(self.first, names) or ():
             parts = [(n, (v.values(), v.offsets())) for n, v in value.to_dict().items()] if is_keyed(value) else ()
+            digest.update(name.encode(errors="surrogatepass"))
             for part, one in parts or [(name, value)]:
                 for array in one if is_pair(one) else [one]:
                     with suppress(*CONVERSION_ERRORS):  # reading it raises a better error
