@@ -57,6 +57,8 @@ def structured(*, is_masked: bool = False) -> Any:
         ([7, np.ma.masked], [7, None]),
         (torch.masked.masked_tensor(torch.tensor([7, 999]), torch.tensor([True, False])), [7, None]),
         (np.array([np.ma.array([7, 999], mask=[0, 1]), None], object), [[7, None], None]),
+        (pd.Series([np.array([7, 9]), np.nan]), [[7, 9], None]),
+        (pd.Series([np.array([]), pd.NA]), [[], None]),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
