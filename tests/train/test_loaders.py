@@ -291,6 +291,14 @@ def test_masked_keys_are_refused(value: Any) -> None:
         feature_keys(ONE, {"seen": value}, None)
 
 
+def test_a_pair_that_torch_made_a_list_is_refused() -> None:
+    """It was read as two samples: the values and the offsets."""
+    schema = tc.Schema(features=(tc.Feature(name="a", hotness="ragged"),))
+    (item,) = DataLoader([{"a": (torch.tensor([7, 8]), torch.tensor([0, 1]))}], batch_size=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"the keys of feature 'a' are a list of two tensors, which is a pair"):
+        feature_keys(schema, item, None)
+
+
 def test_one_tensor_has_a_column_for_each_feature() -> None:
     """Loaders of categorical columns return such tensors."""
     schema = tc.Schema(features=tuple(tc.Feature(name=n, table="t") for n in "abc"), tables=FORMS.tables, label="y")

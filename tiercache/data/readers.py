@@ -19,7 +19,7 @@ from tiercache.data.array_rows import ArrayRows, read_split_spec
 from tiercache.data.column_types import check_columns
 from tiercache.data.columns import CONVERSION_ERRORS, arrow_array, is_list, list_array, numpy_values, offsets_of
 from tiercache.data.inputs import open_binary
-from tiercache.data.python_batches import by_sample, is_keyed, is_pair, named_parts
+from tiercache.data.python_batches import by_sample, is_keyed, is_pair, named_parts, refuse_listed_pair
 from tiercache.data.raw_batch import lacks_last, num_samples
 from tiercache.errors import SourceError
 
@@ -381,6 +381,8 @@ class PythonReader(FileReader):
         used = [name for name in dict.fromkeys(columns) if name in values]
         for name in used:
             with _named_errors(f"{where}, column {name!r}"):
+                if self._batches.lists_tuples:
+                    refuse_listed_pair(values[name])
                 if is_pair(values[name]):
                     offsets[name] = offsets_of(values[name][1])
                 else:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tiercache.data.dataset_writer import as_keys
-from tiercache.data.python_batches import by_sample, is_collated, is_pair
+from tiercache.data.python_batches import by_sample, is_collated, is_pair, refuse_listed_pair
 from tiercache.data.raw_batch import NULL_KEY, FeatureKeys, lacks_last, num_samples
 from tiercache.schema_parts import nearest
 
@@ -63,6 +63,10 @@ def by_feature(
         raise ValueError(f"the keys are a {type(keys).__name__}: {_FORMS}")
     found, all_weights = {}, dict(weights or {})
     for name, value in keys.items():
+        try:
+            refuse_listed_pair(value)
+        except ValueError as error:
+            raise ValueError(f"the keys of feature {name!r} are {error}") from error
         found[name], own_weights = _form_of(value)
         if own_weights is not None:
             all_weights.setdefault(name, own_weights)
