@@ -175,6 +175,8 @@ def _check_feature(feature: Feature, values: Any, weights: Any) -> FeatureKeys:
         values, ends = values
     keys = as_keys(f"the keys of {where}", values)
     offsets = None if ends is None else _offsets(where, as_keys(f"the offsets of {where}", ends), keys)
+    if weights is not None:
+        weights = _plain_weights(where, weights, offsets)
     length = {"one_hot": 1, "multi_hot": feature.length}.get(feature.hotness)
     if offsets is not None and length is not None and keys.ndim == 1 and (np.diff(offsets) == length).all():
         keys, offsets = keys if feature.hotness == "one_hot" else keys.reshape(-1, length), None  # fixed length
@@ -217,6 +219,17 @@ def _offsets(where: str, offsets: NDArray[np.int64], keys: NDArray[np.int64]) ->
     return offsets.copy()  # loaders reuse their arrays
 
 
+def _plain_weights(where: str, weights: Any, offsets: NDArray[np.int64] | None) -> Any:
+    """Return the values of weights that are a nested tensor or a pair, whose offsets must be those of the keys."""
+    weights = _form_of(weights)[0] if getattr(weights, "is_nested", False) else weights
+    if not is_pair(weights):
+        return weights
+    values, ends = weights[0], as_keys(f"the offsets of the weights of {where}", weights[1])
+    if offsets is None or not (np.array_equal(ends, offsets) or np.array_equal(ends, offsets[:-1])):
+        raise ValueError(f"the weights of {where} have other offsets than its keys: expected a weight for each key")
+    return values
+
+
 def _weights(where: str, values: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
     if isinstance(values, torch.Tensor):
         if values.requires_grad:
@@ -228,7 +241,12 @@ def _weights(where: str, values: Any, shape: tuple[int, ...]) -> NDArray[np.floa
             f"the weights of {where} are {weights.dtype} of shape {weights.shape}: expected a number for each of its "
             f"keys, of shape {shape}"
         )
-    return np.array(weights.reshape(-1), dtype=np.float32)
+    with np.errstate(over="ignore"):  # overflow becomes infinite
+        found = np.array(weights.reshape(-1), dtype=np.float32)
+    if not np.isfinite(found).all():
+        at = int(np.isfinite(found).argmin())
+        raise ValueError(f"the weights of {where} have {weights.reshape(-1)[at]} at entry {at}: use finite numbers")
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
