@@ -259,7 +259,10 @@ class TableLookup:
 
     def _trains(self) -> bool:
         """Return True if gradients move rows. Raises RuntimeError if the pass has ended: its slots mean other rows."""
-        if self.batch.rows.gradients is None or self.entries.starts[-1] == 0:
+        if (pending := self.batch.rows.gradients) is None:
+            return False
+        pending.awaits_backward = False
+        if self.entries.starts[-1] == 0:
             return False
         self.batch.rows.check()
         return True
