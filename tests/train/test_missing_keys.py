@@ -326,3 +326,19 @@ def test_a_table_trained_with_an_out_of_vocabulary_row_reads_it_for_keys_never_t
         assert np.array_equal(found[0], found[1])
         assert np.array_equal(found[0][0], found[0][1])
         assert not np.array_equal(found[0][0], initial_row(case.tables[0], 10**9))
+
+
+def test_dropped_gradients_of_missing_keys_end_the_last_pass(tmp_path: Path) -> None:
+    """A batch without a row to train waits for no backward, so the loop commits the last pass."""
+    tables = [tc.Table(name="a", dim=4, optimizer=tc.optim.SGD(learning_rate=0.1))]
+    keys = tc.write_key_sets(tmp_path / "keys", tables, [{"a": np.arange(6)}])
+    bag = tc.EmbeddingBagCollection(keys.schema)
+    budgets = {"device_budget": "4MiB", "host_budget": "32MiB"}
+    with tc.TierCache(tmp_path / "model.tc", keys, model=bag, **budgets) as cache:  # type: ignore[arg-type]
+        for p in cache.passes(epochs=1):
+            bag(p.batch({"a": np.arange(6)[:, None]})).sum().backward()
+            cache.optimizer.step()
+            bag(p.batch({"a": np.arange(10, 12)[:, None]}, missing="load")).sum().backward()
+            cache.optimizer.zero_grad()
+        assert cache.store.commit is not None
+        assert [*cache.store.commit.cursor] == [1, 0]
