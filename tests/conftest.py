@@ -54,7 +54,6 @@ settings.load_profile("untimed")
 
 @pytest.hookimpl(tryfirst=True)  # before the long ones are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave cases of sampled tests to `make test-long`."""
     leave_to_long(items)
 
 
@@ -88,6 +87,5 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def ranks_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RanksPool]:
-    """Four Gloo ranks."""
     with RanksPool(tmp_path_factory.mktemp("ranks")) as pool:
         yield pool

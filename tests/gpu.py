@@ -92,19 +92,16 @@ PARTS = ("kernels", "training", "recovery", *SANITIZERS)
 
 
 def say(words: str) -> None:
-    """Print a line between the reports of pytest."""
     print(f"test-gpu: {words}", flush=True)  # noqa: T201 - a command
 
 
 def run(command: list[str], **variables: str) -> int:
-    """Run a command from the root of the checkout."""
     say(" ".join([*(f"{name}={value}" for name, value in variables.items()), *command]))
     ended = subprocess.run(command, cwd=ROOT, check=False, env={**os.environ, **variables}).returncode
     return abs(ended)  # a signal is negative
 
 
 def pytest(*arguments: str) -> list[str]:
-    """Return the pytest command for some tests."""
     return [sys.executable, "-m", "pytest", "-m", "not long", *arguments, *sys.argv[1:]]
 
 
@@ -114,7 +111,6 @@ def without(*names: str) -> tuple[str, str]:
 
 
 def sanitize(kind: str, **variables: str) -> int:
-    """Check the kernels for bad addresses, or races."""
     tool = shutil.which("compute-sanitizer") or shutil.which(TOOLKIT)
     if tool is None:
         say(

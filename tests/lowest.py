@@ -20,7 +20,6 @@ def lowest(requirement: Requirement) -> str:
 
 
 def constraints() -> list[str]:
-    """Return a constraint for each requirement in pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [lowest(Requirement(one)) for one in project["dependencies"]]
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def anonymous_bytes() -> int:
-    """Return this process's anonymous memory."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) << 10
@@ -34,11 +33,9 @@ class Peak(threading.Thread):
 
     @property
     def taken(self) -> int:
-        """The peak of additional memory."""
         return self._most - self._before
 
     def run(self) -> None:
-        """Watch."""
         while True:
             self._most = max(self._most, anonymous_bytes())
             time.sleep(0.005)

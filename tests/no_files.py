@@ -37,8 +37,6 @@ NO_FILES: dict[str, Callable[[Path], object]] = {
 
 @contextmanager
 def at_once(seconds: int = 30) -> Iterator[None]:
-    """Fail if a call hangs."""
-
     def waited(*_: object) -> None:
         raise AssertionError("it waits without end")
 

@@ -28,7 +28,6 @@ def sample(cases: Sequence[Mapping[str, str]], number: int) -> list[int]:
 
 
 def leave_to_long(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases of sampled tests that `make test` leaves out as long."""
     tests: dict[tuple[object, str], list[Any]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") is not None and item.get_closest_marker("long") is None:

@@ -44,7 +44,6 @@ def figures(module: str, folder: Path, *options: str) -> dict[str, Any]:
 
 
 def assert_has(found: dict[str, Any], keys: Iterable[str]) -> None:
-    """Fail with the keys that are missing."""
     assert not [key for key in keys if key not in found]
 
 
@@ -72,7 +71,6 @@ def test_out_of_core_keeps_its_plan_reads_hardly_a_row_too_many_and_ends_with_th
 
 @pytest.mark.long
 def test_a_store_under_a_limit_of_memory_is_killed_resumed_and_has_the_same_bits(tmp_path: Path) -> None:
-    """The smallest run has all its keys, the kernel enforced the limit, and rows and bytes are those planned."""
     found = figures("benchmarks.scale", tmp_path, "--folder", str(tmp_path / "data"))
     assert_has(found, (*SAID, "throughput_ratio", "predicted_seconds", "measured_seconds", "beyond_bytes"))
     assert found["epochs"] * found["passes"] > found["killed_in_pass"] > found["passes"] >= 3
@@ -88,7 +86,6 @@ def test_a_store_under_a_limit_of_memory_is_killed_resumed_and_has_the_same_bits
 
 @pytest.mark.long
 def test_a_converted_model_is_measured_against_the_one_that_it_was(tmp_path: Path) -> None:
-    """The smallest run trains both to the same losses, and its totals equal the sums of its parts."""
     found = figures("benchmarks.adoption", tmp_path)
     assert_has(found, (*SAID, "speedup", "converted_vs_native", "speedup_of_epochs"))
     parts = found["extract_seconds"] + found["open_seconds"] + found["epochs_seconds"]
@@ -100,7 +97,6 @@ def test_a_converted_model_is_measured_against_the_one_that_it_was(tmp_path: Pat
 
 @pytest.mark.long
 def test_a_flipped_bit_of_a_store_is_without_effect_or_refused(tmp_path: Path) -> None:
-    """The smallest run has some of each kind of bytes, and each is one of the outcomes that it names."""
     found = figures("benchmarks.store_flips", tmp_path)
     assert_has(found, (*SAID, "lmdb_head_flips", "lmdb_free_list_flips", "zarr_heads_flips", "zarr_chunks_flips"))
     assert found["flips"] == found["right"] + found["refused"] >= 30
@@ -128,7 +124,6 @@ def test_a_flip_that_shows_another_row_is_silent_and_one_that_ends_the_process_a
 
 
 def test_extraction_finds_the_keys_that_its_peers_find(tmp_path: Path) -> None:
-    """Numbers of unique keys are compared within the benchmark, against DuckDB, and Polars where it is installed."""
     found = figures("benchmarks.extract", tmp_path)
     assert_has(found, SAID)
     assert_has(found, ("keyset_speed_vs_fastest", "dataset_speed_vs_fastest", "string_speed_vs_fastest"))
@@ -136,7 +131,6 @@ def test_extraction_finds_the_keys_that_its_peers_find(tmp_path: Path) -> None:
 
 
 def test_a_repeat_of_out_of_core_is_some_turns_and_no_turn_is_left_over() -> None:
-    """Means are over each repeat's turns; sizes that do not divide into whole repeats or epochs are refused."""
     assert means([1, 3, 5, 8], 2) == [2, 6.5]
     with pytest.raises(ValueError, match="not whole repeats, 3 "):
         replace(QUICK, repeats=3)
@@ -146,7 +140,6 @@ def test_a_repeat_of_out_of_core_is_some_turns_and_no_turn_is_left_over() -> Non
 
 @pytest.mark.long
 def test_the_exchange_benchmark_moves_hardly_a_byte_too_many(tmp_path: Path) -> None:
-    """The smallest run has all its keys; a batch moves its counts in addition to the necessary bytes."""
     found = figures("benchmarks.exchange", tmp_path)
     assert_has(found, (*SAID, "time_ratio", "cpu_ratio", "time_ratio_of_calls", "time_saved_by_unique_ids"))
     assert 1 < found["wire_ratio"] <= 1.05
@@ -157,7 +150,6 @@ def test_the_exchange_benchmark_moves_hardly_a_byte_too_many(tmp_path: Path) -> 
 
 @pytest.mark.long
 def test_the_store_benchmark_measures_every_engine_and_its_lookups_agree(tmp_path: Path) -> None:
-    """The smallest run of the store's benchmark has all its keys, and the ones that are facts hold."""
     found = figures("benchmarks.store", tmp_path, "--folder", str(tmp_path / "data"))
     assert_has(found, [name for name in SAID if name != "version_torch"])
     engines = [name for name in ("lmdb", "zarr") if found[f"{name}_measured"]]
@@ -181,7 +173,6 @@ def test_the_store_benchmark_measures_every_engine_and_its_lookups_agree(tmp_pat
 
 @pytest.mark.long
 def test_embedding_step_measures_every_contender_and_every_optimizer(tmp_path: Path) -> None:
-    """The smallest run of the embedding benchmark has a time for each case and the least of each figure."""
     found = figures("benchmarks.embedding_step", tmp_path)
     assert_has(found, SAID)
     for tail in ("", "_default"):
@@ -216,7 +207,6 @@ def bytes_of_lookups(entries: int, dim: int, number: int) -> dict[str, int]:
 
 
 def test_the_kernel_benchmark_measures_every_operation_at_every_dim(tmp_path: Path) -> None:
-    """The smallest run on the CPU has a time, its bytes and a share for each, and gives no verdict here."""
     found = figures("benchmarks.kernels", tmp_path, "--device", "cpu")
     assert_has(found, SAID)
     updates = [
@@ -254,7 +244,6 @@ def test_the_kernel_benchmark_measures_every_operation_at_every_dim(tmp_path: Pa
 
 @pytest.mark.long
 def test_the_kernel_benchmark_runs_every_operation_without_a_gpu(tmp_path: Path) -> None:
-    """The dry form runs the CUDA sources by the shim, and compiles them where NVRTC is installed."""
     found = figures("benchmarks.kernels", tmp_path, "--dry")
     assert found["operations_run_by_the_shim"] == 2 * (2 + 20 + 2 * (6 + 3 * len(OPTIMIZERS)))
     assert found["kernels_run_by_the_shim"] >= 24
@@ -264,7 +253,6 @@ def test_the_kernel_benchmark_runs_every_operation_without_a_gpu(tmp_path: Path)
 
 @pytest.mark.long
 def test_tables_of_language_models_keep_their_plan_and_their_bits(tmp_path: Path) -> None:
-    """The smallest run has all keys; DuckDB finds as many keys, or the benchmark ends."""
     found = figures("benchmarks.ngram", tmp_path, "--folder", str(tmp_path / "data"))
     assert_has(found, SAID)
     assert_has(found, ("million_tokens_per_second", "keyset_speed_vs_duckdb", "throughput_ratio", "wait_fraction"))
@@ -280,7 +268,6 @@ def test_tables_of_language_models_keep_their_plan_and_their_bits(tmp_path: Path
 def test_the_synthetic_models_are_those_that_were_published(
     name: str, tables: int, inputs: int, lookups: int, gib: float
 ) -> None:
-    """Tables, inputs, ids of a sample and bytes of all vectors; a schema has a feature for each input."""
     model = MODELS[name]
     assert (model.num_tables, model.num_inputs, model.lookups) == (tables, inputs, lookups)
     assert round(model.weight_bytes / 2**30, 2) == gib
@@ -290,7 +277,6 @@ def test_the_synthetic_models_are_those_that_were_published(
 
 
 def test_ids_follow_the_power_law_and_are_permuted() -> None:
-    """The formula's ranks, counted; and ids are shuffled."""
     rows, count = 1000, 200_000
     drawn = np.bincount(permuted_power_law(np.random.default_rng(0), rows, count), minlength=rows)
     power = -0.05
@@ -304,7 +290,6 @@ def test_ids_follow_the_power_law_and_are_permuted() -> None:
 
 
 def test_the_synthetic_models_run_in_memory_in_host_memory_and_on_disk(tmp_path: Path) -> None:
-    """The smallest run on the CPU has a step's time for each, and the tiers end with the rows of memory."""
     found = figures("benchmarks.synthetic_models", tmp_path, "--model", "tiny", "--device", "cpu")
     assert_has(found, SAID)
     for key in ("ms_per_step", "ms_batch", "ms_per_step_kept", "ms_per_step_host", "ms_per_step_disk"):
@@ -325,7 +310,6 @@ def test_the_synthetic_models_run_in_memory_in_host_memory_and_on_disk(tmp_path:
 
 @pytest.mark.long
 def test_the_synthetic_models_run_without_a_gpu(tmp_path: Path) -> None:
-    """On the shim, with the bits of memory."""
     found = figures("benchmarks.synthetic_models", tmp_path, "--model", "tiny", "--dry")
     assert found["device"] == "shim"
     assert found["ms_per_step_verdict"] == "no verdict"
@@ -343,7 +327,6 @@ def test_the_fewest_rows_are_those_of_every_cache_that_could_have_been_chosen() 
 
 
 def _best_of_all_choices(passes: list[Any], capacities: list[int]) -> int:
-    """Try every content that the host may have after each pass."""
     from itertools import combinations
 
     costs: dict[frozenset[int], int] = {frozenset(): 0}
@@ -376,7 +359,6 @@ def _best_of_all_choices(passes: list[Any], capacities: list[int]) -> int:
     ],
 )
 def test_a_figure_is_judged_by_its_goal(value: float | None, below: bool, verdict: str) -> None:
-    """A verdict tells if the goal, the minimum or nothing was reached."""
     goal = Goal(key="x", goal=0.9, below=True) if below else Goal(key="x", goal=0.97, least=0.93)
     assert goal.verdict(value) == verdict
 
@@ -391,7 +373,6 @@ def test_a_table_in_little_memory_is_resumed_and_exported_as_it_was_trained(tmp_
 
 
 def test_the_page_of_results_is_what_the_files_say() -> None:
-    """Every file is on it, and a command has one result per kind of machine."""
     text, found = results_page.PAGE.read_text(), results_page.results()
     assert text == results_page.page(), "run python -m benchmarks.results_page"
     assert [one.path.name for one in found if f"({results_page.LINK}{one.path.name})" not in text] == []

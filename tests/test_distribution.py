@@ -28,7 +28,6 @@ SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".cff", ".ipynb", ".txt", ""
 
 
 def texts() -> list[Path]:
-    """Return all texts of the project."""
     found = [path for path in ROOT.rglob("*") if path.is_file() and path.suffix in SUFFIXES]
     hidden = [path for path in found if any(one.startswith(".") for one in path.relative_to(ROOT).parts[:-1])]
     built = {"build", "dist", "site", "scratch", "demo"}
@@ -37,7 +36,6 @@ def texts() -> list[Path]:
 
 
 def test_the_distribution_has_one_name() -> None:
-    """That of the constant."""
     assert PROJECT["name"] == DISTRIBUTION
     assert install_command("dask") == f"pip install '{DISTRIBUTION}[dask]'"
 
@@ -56,7 +54,6 @@ def test_no_text_says_to_install_the_other_project() -> None:
 
 
 def test_every_extra_that_is_named_exists() -> None:
-    """In errors, documents and reasons to skip a test."""
     extras = {*PROJECT["optional-dependencies"]}
     named = re.compile(rf"(?:{DISTRIBUTION}|['\"]\.)\[([\w,]+)\]['\"]|install_command\(['\"](\w+)")
     found = {one for path in texts() for hit in named.findall(path.read_text(errors="replace")) for one in hit if one}
@@ -78,7 +75,6 @@ def test_the_other_project_in_the_same_folder_is_named(tmp_path: Path, metadata:
 
 
 def test_importing_next_to_the_other_project_warns(tmp_path: Path) -> None:
-    """Once; the package works all the same."""
     (tmp_path / "tiercache").symlink_to(ROOT / "tiercache")
     (tmp_path / "tiercache-0.1.13.dist-info").mkdir()
     (tmp_path / "tiercache-0.1.13.dist-info" / "METADATA").write_text(FOREIGN)
@@ -90,7 +86,6 @@ def test_importing_next_to_the_other_project_warns(tmp_path: Path) -> None:
 
 
 def test_the_lowest_versions_are_the_lower_bounds() -> None:
-    """Of requirements with an upper bound too; without a lower one they cannot be tried."""
     assert lowest(Requirement("numba>=0.60,<0.69")) == "numba==0.60"
     assert lowest(Requirement("tbb>=2021.6; platform_machine == 'x86_64'")).startswith("tbb==2021.6 ; platform_machine")
     with pytest.raises(ValueError, match="numpy has no lower bound"):

@@ -25,14 +25,11 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 
 class Block(NamedTuple):
-    """One block of code."""
-
     language: str
     text: str
 
 
 def blocks(page: Path) -> list[Block]:
-    """Return the blocks of a page that are code."""
     found = re.findall(r"^( *)```(python|toml|sh)\n(.*?)^ *```$", page.read_text(), re.S | re.M)
     return [Block(language, re.sub(f"(?m)^{indent}", "", text)) for indent, language, text in found]
 
@@ -44,7 +41,6 @@ def commands(text: str) -> list[list[str]]:
 
 
 def write_clicks(folder: Path, names: str, seed: int, samples: int) -> None:
-    """Write clicks as the README describes them."""
     chance = np.random.default_rng(seed)
     offsets = np.concatenate([[0], np.cumsum(chance.integers(0, 4, samples))]).astype(np.int32)
     columns = {
@@ -60,7 +56,6 @@ def write_clicks(folder: Path, names: str, seed: int, samples: int) -> None:
 
 
 def write_of_schema_page(folder: Path) -> None:
-    """Write the data of the page of schemas."""
     for month in (1, 2):
         data = {
             "late": [1.0, None, 0.0], "distance": [100, 300, 2500], "delay": [5.0, None, -3.0],
@@ -178,14 +173,12 @@ TOLD = {
 
 @pytest.mark.parametrize(("page", "begun"), [(one, one) for one in PAGES], ids=lambda one: one.stem, indirect=["begun"])
 def test_the_code_of_a_page_runs(page: Path, begun: dict[str, Any]) -> None:
-    """In order."""
     for block in blocks(page):
         run_block(block, begun)
 
 
 @pytest.mark.parametrize("begun", [README], indirect=True)
 def test_the_main_job_of_the_readme_has_nothing_to_do_again(begun: dict[str, Any]) -> None:
-    """It makes a commit for each pass; run again it resumes after the last one."""
     schema, main = blocks(README)[:2]
     run_block(schema, begun)
     run_block(main, begun)
@@ -196,7 +189,6 @@ def test_the_main_job_of_the_readme_has_nothing_to_do_again(begun: dict[str, Any
 
 @pytest.mark.parametrize("begun", [SCHEMA], indirect=True)
 def test_what_a_schema_leaves_out_has_the_defaults_of_the_page(begun: dict[str, Any]) -> None:
-    """For dims, optimizers and initial rows."""
     run_block(blocks(SCHEMA)[0], begun)
     user = tc.Schema.load("clicks.toml").tables[0]
     assert (user.dim, user.optimizer, user.initializer) == (
@@ -207,6 +199,5 @@ def test_what_a_schema_leaves_out_has_the_defaults_of_the_page(begun: dict[str, 
 
 
 def test_the_reference_has_every_public_name_once() -> None:
-    """On one page of docs/api/."""
     pages = "".join(one.read_text() for one in (ROOT / "docs" / "api").glob("*.md"))
     assert sorted(re.findall(r"^::: tiercache\.(\w+)$", pages, re.MULTILINE)) == sorted([*tc.__all__, "errors"])

@@ -49,7 +49,6 @@ def unsynced(synced: Synced, *paths: Path) -> list[str]:
 
 
 def test_a_dataset(tmp_path: Path, synced: Synced) -> None:
-    """Of an extraction, one that continued from it, and key sets alone."""
     schema = tc.Schema(features=(tc.Feature(name="user"),), tables=(tc.Table(name="user"),), label=None, dense=())
     pq.write_table(pa.table({"user": np.arange(3000)}), tmp_path / "data.parquet")
     out = tmp_path / "out"

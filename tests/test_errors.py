@@ -16,6 +16,5 @@ def test_every_error_has_its_line_in_the_tree() -> None:
 
 
 def test_a_missing_gpu_can_be_told_from_one_that_cannot_be_used() -> None:
-    """By the name that errors and kernels have for it."""
     assert cuda.NoGpuError is errors.NoGpuError
     assert issubclass(errors.NoGpuError, errors.CudaError)

@@ -55,7 +55,6 @@ def test_the_quick_demo_ends_with_the_same_bits_and_a_figure(tmp_path: Path) -> 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("keys", ["exact", "hashed"])
 def test_an_ngram_memory_lowers_the_loss_of_a_language_model(tmp_path: Path, keys: str) -> None:
-    """In several passes, whose bytes are the planned ones."""
     command = [sys.executable, "-m", "examples.ngram_memory", "--quick", "--keys", keys]
     paths = ["--folder", str(tmp_path / "run"), "--json", str(tmp_path / "figures.json")]
     ended = subprocess.run([*command, *paths], cwd=ROOT, check=False, capture_output=True, text=True)
@@ -70,7 +69,6 @@ def test_an_ngram_memory_lowers_the_loss_of_a_language_model(tmp_path: Path, key
 
 @needs_flights
 def test_flights_are_cut_by_time_and_late_means_more_than_15_minutes(tmp_path: Path) -> None:
-    """Nine tenths of the flights, all of them before the others, are for training."""
     pq = pytest.importorskip("pyarrow.parquet")
 
     flights = flights_data.prepare(tmp_path)
@@ -132,7 +130,6 @@ def run_script(folder: Path, *command: str) -> str:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_script_of_a_user_learns_resumes_and_says_when_nothing_is_left(tmp_path: Path, ranks: int) -> None:
-    """On one process and on two; its own data are learned by heart."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     script = str(EXAMPLES / ("train_ddp.py" if ranks > 1 else "train.py"))
 
@@ -148,7 +145,6 @@ def test_the_script_of_a_user_learns_resumes_and_says_when_nothing_is_left(tmp_p
 
 
 def test_the_notebook_runs(tmp_path: Path) -> None:
-    """Cell by cell, in a kernel of its own; its outputs are not committed."""
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install --group test")
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed: pip install --group test")
     notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
@@ -181,7 +177,6 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     ],
 )
 def test_an_example_does_what_it_says(tmp_path: Path, example: str, says: str) -> None:
-    """In its small form; its exit code tells if it held."""
     pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install --group examples")
     command = [sys.executable, "-m", *f"examples.{example}".split(), "--quick", "--folder", str(tmp_path / "made")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}

@@ -12,13 +12,10 @@ from tiercache.errors import CudaError, NoGpuError
 
 
 class Commands:
-    """Records commands instead of running them."""
-
     def __init__(self) -> None:
         self.run: list[list[str]] = []
 
     def __call__(self, command: list[str], **_: str) -> int:
-        """Record a command."""
         self.run.append(command)
         return 0
 
@@ -35,7 +32,6 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Run the command with these arguments."""
     monkeypatch.setattr(gpu.sys, "argv", ["gpu", *arguments])
     return gpu.main()
 
@@ -56,7 +52,6 @@ def test_memcheck_counts_bad_addresses_and_no_calls_that_cuda_makes_itself(
 def test_a_gpu_without_compute_sanitizer_fails_with_a_sentence(
     monkeypatch: pytest.MonkeyPatch, commands: Commands, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """A check that did not run has not passed."""
     monkeypatch.setattr(gpu.shutil, "which", lambda _: None)
     assert run(monkeypatch, "--part", kind) == 1
     assert commands.run == []
@@ -66,7 +61,6 @@ def test_a_gpu_without_compute_sanitizer_fails_with_a_sentence(
 def test_a_part_that_does_not_exist_is_an_error(
     monkeypatch: pytest.MonkeyPatch, commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """So that a typo does not pass."""
     assert run(monkeypatch, "--part", "memchek") == run(monkeypatch, "--part") == 2
     assert commands.run == []
     assert "--part is memchek: it must be one of kernels, training" in capsys.readouterr().out
@@ -75,8 +69,6 @@ def test_a_part_that_does_not_exist_is_an_error(
 def test_without_a_gpu_kernels_and_training_run_through_the_shim_and_the_rest_is_said(
     monkeypatch: pytest.MonkeyPatch, commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The dry form."""
-
     def missing(_: int) -> Any:
         raise NoGpuError("no NVIDIA driver was found.")
 
@@ -90,8 +82,6 @@ def test_without_a_gpu_kernels_and_training_run_through_the_shim_and_the_rest_is
 def test_a_gpu_that_cannot_be_used_is_no_machine_without_one(
     monkeypatch: pytest.MonkeyPatch, commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command fails with the message, and the dry form does not replace it."""
-
     def unusable(_: int) -> Any:
         raise CudaError("the NVIDIA driver supports CUDA 12.4, but CuPy was built for CUDA 13.2.")
 
@@ -102,7 +92,6 @@ def test_a_gpu_that_cannot_be_used_is_no_machine_without_one(
 
 
 def test_every_test_of_training_runs_on_a_gpu_or_it_is_said_why_not() -> None:
-    """And every listed file exists."""
     listed = {Path(path).name for path in (*gpu.TRAINING, *gpu.RECOVERY)}
     alone = {f"test_{name}.py" for name in gpu.CPU_ALONE}
     assert not listed & alone

@@ -23,13 +23,11 @@ TWINS = {"tiercache.kernels.cpu", "tiercache.kernels.cuda"}
 
 
 def name_of(path: Path, folder: Path) -> str:
-    """Return the import name of a file; for a package, its folder's."""
     parts = (folder.name, *path.relative_to(folder).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports_of(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
-    """Yield the modules that a file imports anywhere: at the top, for types, and inside functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
@@ -100,7 +98,6 @@ def test_modules_of_a_package_import_each_other_one_way(package: str) -> None:
 
 
 def test_a_circle_is_found(tmp_path: Path) -> None:
-    """One of imports for types and inside a function, too."""
     package = tmp_path / "made"
     (package / "low").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -129,7 +126,6 @@ VALUES = sorted(path for path in (FOLDER / "values").glob("*.py") if path.stem !
 
 @pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
 def test_values_import_nothing_else_of_ours_and_are_frozen(path: Path) -> None:
-    """Type-checking imports count too."""
     name = name_of(path, FOLDER)
     assert all(target.startswith("tiercache.values.") for target in GRAPH[name])
     module = importlib.import_module(name)
@@ -162,7 +158,6 @@ def test_the_links_at_the_top_level_are_not_packages_of_their_own() -> None:
 
 
 def test_no_file_is_longer_than_500_lines() -> None:
-    """A ceiling, not an aim."""
     sources = [path for kind in ("*.py", "*.cu", "*.cuh") for path in FOLDER.rglob(kind)]
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources}
     assert not {path.name: length for path, length in lengths.items() if length > 500}

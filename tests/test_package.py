@@ -55,7 +55,6 @@ def test_the_wheel_trains_in_a_fresh_environment(built: Path, tmp_path: Path) ->
 
 
 def test_wheel_and_sdist_hold_the_linked_folders(built: Path) -> None:
-    """Kernels and store are inside the package in the wheel, and in the sdist's sources."""
     names = zipfile.ZipFile(next(built.glob("*.whl"))).namelist()
     assert "tiercache/kernels/cpu/update.py" in names
     assert "tiercache/store/store.py" in names
@@ -85,7 +84,6 @@ def test_the_sdist_holds_what_builds_tests_and_documents_it(built: Path) -> None
 
 
 def test_the_metadata_of_the_wheel_are_those_of_an_index(built: Path) -> None:
-    """A license expression, classifiers, and a description without links that lead nowhere."""
     wheel = zipfile.ZipFile(next(built.glob("*.whl")))
     name = next(one for one in wheel.namelist() if one.endswith(".dist-info/METADATA"))
     found = email.message_from_bytes(wheel.read(name))
@@ -101,7 +99,6 @@ def test_the_metadata_of_the_wheel_are_those_of_an_index(built: Path) -> None:
 
 @pytest.mark.parametrize("module", ["tiercache", "tiercache.store", "tiercache.kernels"])
 def test_public_names_resolve(module: str) -> None:
-    """Every name in ``__all__`` is there, once, and is shown; others are errors."""
     found = importlib.import_module(module)
     names = getattr(found, "__all__", [])
     assert not [name for name in names if getattr(found, name) is None]
@@ -124,6 +121,7 @@ EVERY_NAME = "[getattr(m, name) for name in m.__all__]"
             "torch numba zarr pyarrow numpy pydantic lmdb cupy fsspec psutil yaml rich.console rich.markdown",
         ),
         (f"import tiercache as m; {EVERY_NAME}", "cupy zarr tiercache.rows.backends.cuda"),
+        ("import tiercache.kernels.cuda.cupy_device, tiercache.kernels.cuda.gathering", "cupy cupy_backends"),
         ("import tiercache.store as m; m.Table, m.Store", "torch numba pyarrow lmdb zarr cupy"),
         (f"import tiercache.store as m; {EVERY_NAME}", "torch numba pyarrow"),
         (

@@ -34,7 +34,6 @@ TRAINING = {"_update", "_gather", "_pool_one", "_spread_one"}
 
 @pytest.fixture
 def clicks(tmp_path: Path) -> Path:
-    """Return a folder with samples of integers and texts, and their schema."""
     chance = np.random.default_rng(0)
     items = [f"item {number}" for number in chance.integers(0, 300, 20_000)]
     columns = {"user": chance.integers(0, 500, 20_000), "item": items, "clicked": chance.integers(0, 2, 20_000)}
@@ -44,13 +43,11 @@ def clicks(tmp_path: Path) -> Path:
 
 
 def compiled_by_extraction(folder: Path, device_budget: str) -> str:
-    """Extract in a process of its own; return what it printed."""
     command = [sys.executable, "-c", EXTRACTION, device_budget]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
 def test_an_extraction_compiles_the_kernels_that_it_calls(clicks: Path) -> None:
-    """None of those that train; nor does it to refuse a budget."""
     called = compiled_by_extraction(clicks, "1MiB").split()
     assert {"_add", "_hash_spans"} <= {*called}
     assert not TRAINING & {*called}

@@ -55,16 +55,13 @@ class Walk:
 
     @property
     def functions(self) -> list[tuple[str, str]]:
-        """Each function once, in the order of its first call."""
         return list(dict.fromkeys((call.file, call.function) for call in self.calls))
 
     @property
     def files(self) -> list[str]:
-        """Each file once, in the order of its first call."""
         return list(dict.fromkeys(call.file for call in self.calls))
 
     def inside(self, folder: str) -> Walk:
-        """Return the part of the walk in one folder of the package."""
         return Walk(self.name, [call for call in self.calls if call.file.startswith(folder)])
 
     def entries(self, file: str) -> list[str]:
@@ -106,7 +103,6 @@ def traced(
 
 
 def file_of(frame: FrameType) -> str:
-    """Return the file of a frame, relative to the package."""
     return Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix()
 
 
@@ -132,7 +128,6 @@ def carries(value: object, number: int, depth: int = 0) -> bool:
 
 
 def arguments_carry(frame: FrameType, number: int) -> bool:
-    """Return True if an argument of a frame's function is, or has, a number."""
     code = frame.f_code
     packed = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + packed]
@@ -141,7 +136,6 @@ def arguments_carry(frame: FrameType, number: int) -> bool:
 
 
 def walk_training(folder: Path) -> tuple[Walk, Walk, Walk]:
-    """Train two passes; return the walks of the device budget, of one batch, and of its step."""
     table = tc.Table(name="item", dim=4, optimizer=tc.optim.Adagrad(learning_rate=0.1))
     schema = tc.Schema(label="label", features=(tc.Feature(name="item", table="item"),), tables=(table,))
     parts = [np.arange(start, start + KEYS) for start in (0, KEYS // 2)]
@@ -214,7 +208,6 @@ def walk_store(folder: Path) -> dict[str, Walk]:
 
 
 def main() -> None:
-    """Print the walks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", action="store_true", help="print every call in order, not each function once")
     options = parser.parse_args()

@@ -50,7 +50,6 @@ def test_a_few_lines_are_the_whole_change(name: str) -> None:
 
 
 def started(name: str, script: str, folder: Path) -> subprocess.Popen[str]:
-    """Start a script of a model in its folder: "plain" or "adopted"."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", f"tests.adoption.{name}.train"]
     if script == "plain":
@@ -62,7 +61,6 @@ def started(name: str, script: str, folder: Path) -> subprocess.Popen[str]:
 
 
 def losses(name: str, script: str, folder: Path) -> list[list[str]]:
-    """Run a script to its end, and return the lines that it printed, as words."""
     process = started(name, script, folder)
     out, errors = process.communicate(timeout=1200)
     assert process.returncode == 0, errors
@@ -70,7 +68,6 @@ def losses(name: str, script: str, folder: Path) -> list[list[str]]:
 
 
 def killed_losses(name: str, folder: Path, count: int) -> list[list[str]]:
-    """Run the adopted script, kill it after ``count`` batches, and return the lines that it printed."""
     process = started(name, "adopted", folder)
     found: list[list[str]] = []
     assert process.stdout is not None
@@ -85,7 +82,6 @@ def killed_losses(name: str, folder: Path, count: int) -> list[list[str]]:
 
 
 def numbers(lines: list[list[str]], word: str) -> torch.Tensor:
-    """Return the numbers of lines that begin with a word."""
     return torch.tensor([float(words[1]) for words in lines if words[0] == word], dtype=torch.float64)
 
 

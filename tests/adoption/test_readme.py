@@ -46,7 +46,6 @@ def losses(script: str) -> list[float]:
 def test_the_change_that_the_readme_shows_runs_and_keeps_the_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most five lines are added."""
     before, after, added = scripts()
     assert 0 < len(added) <= 5
     monkeypatch.chdir(tmp_path)

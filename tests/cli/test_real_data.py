@@ -56,21 +56,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def real(name: str) -> Path:
-    """Return a file of real data; without it the test is skipped."""
     if not (DATA / name).exists():
         pytest.skip(f"{DATA / name} is absent: it is not part of the project")
     return DATA / name
 
 
 def unpacked(name: str, into: Path) -> Path:
-    """Return a folder with the files of an archive of real data."""
     with tarfile.open(real(name)) as archive:
         archive.extractall(into, filter="data")
     return into
 
 
 def extract(*arguments: object) -> tc.PassDataset:
-    """Extract to ``passes``, verify what was written, and open it."""
     run("extract", *arguments, "--out", "passes", "--quiet")
     assert told("verify", "passes")["problems"] == []
     return tc.PassDataset.open("passes")
@@ -94,7 +91,6 @@ def texts_of(*columns: Any) -> dict[int, int]:
 
 
 def triples(*paths: Path) -> list[Any]:
-    """Read columns of tab-separated texts."""
     read, parse = pacsv.ReadOptions(column_names=["h", "r", "t"]), pacsv.ParseOptions(delimiter="\t", quote_char=False)
     texts = pacsv.ConvertOptions(column_types=dict.fromkeys("hrt", pa.string()), strings_can_be_null=False)
     return pa.concat_tables(pacsv.read_csv(path, read, parse, texts) for path in paths).columns
@@ -183,7 +179,6 @@ def test_criteo_files_have_hexadecimal_keys_and_logarithms(folder: Path) -> None
 
 
 def test_split_binary_data_have_the_keys_of_their_arrays(folder: Path) -> None:
-    """With the page's schema; the labels are in their order."""
     columns = write_split_binary(folder / "dlrm", 5000)
     data = extract("dlrm/", "--schema", "dlrm.toml", "--device-budget", "64MiB")
     for name in ("cat_0", "cat_1"):

@@ -38,7 +38,6 @@ def trained(tmp_path: Path) -> tuple[Path, dict[int, World]]:
 
 
 def test_lookup_shows_the_rows_of_keys(trained: tuple[Path, dict[int, World]], tmp_path: Path) -> None:
-    """From the command line and from a file; of the newest commit and of an older one."""
     path, past = trained
     name, key = next(key for key in past[3].rows if past[3].rows[key] != past[1].rows.get(key))
     np.save(tmp_path / "keys.npy", np.array([key, 9999]))
@@ -55,7 +54,6 @@ def test_lookup_shows_the_rows_of_keys(trained: tuple[Path, dict[int, World]], t
 def test_changes_are_counted_without_reading_rows(
     trained: tuple[Path, dict[int, World]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For each table as many as later passes trained."""
     path, past = trained
     monkeypatch.delattr(StoreReads, "changes")
     found = told("changes", path, "--since", 2)
@@ -67,7 +65,6 @@ def test_changes_are_counted_without_reading_rows(
 def test_export_since_writes_the_rows_that_changed_and_no_import_takes_them_for_a_store(
     trained: tuple[Path, dict[int, World]], tmp_path: Path
 ) -> None:
-    """With their newest bits; the manifest names the commit."""
     path, past = trained
     done = told("export", path, tmp_path / "out", "--since", 2, "--format", "numpy")
     wanted = set(past[2].keys(3))
@@ -114,7 +111,6 @@ def test_what_takes_long_says_how_far_it_is(
 
 
 def test_diff_compares_commits_and_stores(trained: tuple[Path, dict[int, World]], tmp_path: Path) -> None:
-    """Exit code 1 and counts where they differ, 0 where they are the same."""
     path, past = trained
     found = told("diff", path, "--from", 2, "--to", 3, code=1)
     assert not found["same"]
@@ -139,7 +135,6 @@ def test_diff_compares_the_rows_of_stores_with_the_same_keys(tmp_path: Path) -> 
 
 
 def test_rollback_and_compact_make_commits(trained: tuple[Path, dict[int, World]]) -> None:
-    """Each is a new commit; info shows all that are kept."""
     path, past = trained
     shown = told("info", path)
     assert [commit["id"] for commit in shown["commits"]] == [1, 2, 3]
@@ -157,7 +152,6 @@ def test_rollback_and_compact_make_commits(trained: tuple[Path, dict[int, World]
 
 
 def test_a_commit_is_pinned_by_name_and_let_go(trained: tuple[Path, dict[int, World]]) -> None:
-    """It is kept in addition to the newest ones; info shows it."""
     path, _ = trained
     assert told("pin", path, "best", 1) == {"commit": 4, "name": "best", "pinned": 1}
     assert "commit 4 is pinned as 'now'" in run("pin", path, "now")
@@ -189,7 +183,6 @@ def test_a_commit_is_pinned_by_name_and_let_go(trained: tuple[Path, dict[int, Wo
 def test_what_is_asked_wrongly_is_one_sentence(
     trained: tuple[Path, dict[int, World]], arguments: list[str], words: str
 ) -> None:
-    """On standard error, with exit code 1."""
     assert words in error_of(*(argument.replace("PATH", str(trained[0])) for argument in arguments))
 
 
@@ -206,7 +199,6 @@ HOURS = [0, 5, -1, (1 << 63) - 1, -(1 << 63), 17, 3]
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    """An extraction of a column of texts, one of integers, and crosses of them."""
     folder = tmp_path_factory.mktemp("texts")
     pq.write_table(pa.table({"user": TEXTS, "hour": HOURS, "id": IDS}), folder / "data.parquet")
     schema = tc.Schema(
@@ -222,7 +214,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
 
 
 def test_key_of_gives_the_keys_of_an_extraction(dataset: tc.PassDataset) -> None:
-    """For texts, and for crosses of texts and integers in both orders."""
     (only,) = dataset
     assert set(only.keys("user").tolist()) == {tc.key_of(text) for text in TEXTS}
     pairs = list(zip(TEXTS, HOURS, strict=True))
@@ -231,7 +222,6 @@ def test_key_of_gives_the_keys_of_an_extraction(dataset: tc.PassDataset) -> None
 
 
 def test_key_of_gives_the_buckets_of_an_extraction(dataset: tc.PassDataset) -> None:
-    """For texts, integers and crosses of a feature with a number of buckets."""
     (only,) = dataset
     values = {"user": zip(TEXTS, strict=True), "id": zip(IDS, strict=True), "both": zip(TEXTS, HOURS, strict=True)}
     for name, given in values.items():

@@ -53,7 +53,6 @@ class Ended:
     """Kinds and values; "error" if one raised."""
 
     def of(self, kind: str) -> list[Any]:
-        """Return all messages of one kind."""
         return [value for what, value in self.said if what == kind]
 
     @property
@@ -131,7 +130,6 @@ def _read(handle: int, pids: list[int], victims: list[int], kill_after: float | 
 
 
 def _work(work: Callable[[int, Teller], None], rank: int, teller: Teller) -> None:
-    """Work, and exit without the interpreter's cleanup."""
     try:
         work(rank, teller)
     except BaseException:  # the parent prints it

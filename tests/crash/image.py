@@ -25,7 +25,6 @@ class File:
     """Pages of PAGE_BYTES each; the last one is padded with zeros."""
 
     def page(self, index: int) -> bytes:
-        """Return a page; zeros beyond the end."""
         return self.pages[index] if index < len(self.pages) else _ZEROS
 
 
@@ -56,7 +55,6 @@ class Camera:
         """The last image."""
 
     def take(self) -> Image:
-        """Return the current content. Other threads may create and delete files meanwhile."""
         directories: dict[int, dict[str, int]] = {}
         files: dict[int, File] = {}
         numbers: dict[int, int] = {}
@@ -91,7 +89,6 @@ class Camera:
         return self._numbers.get(status.st_ino)
 
     def _read(self, entry: os.DirEntry[str], number: int) -> File:
-        """Read a file, unless it is unchanged."""
         status, before = entry.stat(follow_symlinks=False), self.image.files.get(number)
         seen = status.st_size, status.st_mtime_ns, status.st_ctime_ns
         if before is not None and self._retained.get(number) == seen:

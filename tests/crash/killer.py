@@ -55,7 +55,6 @@ class Killer:
         self._seed, self._most_problems, self._notify, self._folders = seed, most_problems, notify, 0
 
     def worker(self, number: int, notify: Callable[[], object]) -> Killer:
-        """Return a killer of the same workload in a separate folder."""
         folder, most = self.folder / f"worker-{number}", self._most_problems
         mine = Killer(folder, self.workload, seed=self._seed + 1 + number, most_problems=most, notify=notify)
         folder.mkdir()

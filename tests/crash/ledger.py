@@ -36,7 +36,6 @@ class Ledger:
     # -- written by the process ----------------------------------------------------------------------------------
 
     def enter(self, phase: str) -> None:
-        """Note that the training thread enters a phase."""
         index = PHASES.index(phase)
         self._words[_MAIN] = index
         self._words[_COUNTS + index] += 1
@@ -61,7 +60,6 @@ class Ledger:
     # -- read by others ------------------------------------------------------------------------------------------
 
     def times(self, phase: str) -> int:
-        """Return how often a phase was entered."""
         return int(self._words[_COUNTS + PHASES.index(phase)])
 
     @property

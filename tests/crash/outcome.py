@@ -47,7 +47,6 @@ class Outcome:
     """A message for each problem."""
 
     def add(self, other: Outcome) -> None:
-        """Add the results of another outcome."""
         self.counts.update(other.counts)
         self.wrong.update(other.wrong)
         self.stood.update(other.stood)

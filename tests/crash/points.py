@@ -64,7 +64,6 @@ def watch(reached: Callable[[int, Point], None]) -> None:
 
 
 def unwatch() -> None:
-    """Stop watching in this thread and future ones."""
     threading.setprofile(None)
     sys.setprofile(None)
 

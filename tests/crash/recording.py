@@ -118,8 +118,6 @@ class _Recorder:
             self._one.release()
 
     def syncing(self, call: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return a sync function that records its file."""
-
         def sync(handle: int) -> None:
             with self._one:
                 call(handle)
@@ -167,7 +165,6 @@ class _Recorder:
 
 
 def _environments(image: Image) -> list[int]:
-    """Return the numbers of LMDB's data files."""
     return [
         number
         for names in image.directories.values()

@@ -15,7 +15,6 @@ from tests.crash.outcome import Outcome
 
 
 def add_options(parser: argparse.ArgumentParser, quick: str) -> None:
-    """Add the options of every command."""
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one flat JSON object")
     parser.add_argument("--seed", type=int, default=0, help="of all that is random (0)")
@@ -23,7 +22,6 @@ def add_options(parser: argparse.ArgumentParser, quick: str) -> None:
 
 
 def working_folder(options: argparse.Namespace, name: str) -> Path:
-    """Return a new folder to work in."""
     return Path(tempfile.mkdtemp(prefix=f"tiercache-{name}-", dir=options.folder))
 
 

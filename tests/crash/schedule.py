@@ -211,7 +211,6 @@ def deal(cases: Sequence[Case], killer: Killer, jobs: int, notify: Callable[[int
 
 
 def _work(cases: Sequence[Case], killer: Killer, enough: Path) -> None:
-    """Run cases until the file ``enough`` exists, write the outcome next to the killer's folder, and exit."""
     status = 1
     try:
         try:

@@ -350,7 +350,6 @@ def row_bits(table: Table, keys: NDArray[np.int64], versions: NDArray[np.int64])
 
 
 def _keys(table: Table, pass_index: int) -> NDArray[np.int64]:
-    """Return the keys of a table that a pass trains, in hash order."""
     return _pass_keys(table, pass_index % len(PASS_KEYS))
 
 

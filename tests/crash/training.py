@@ -113,12 +113,10 @@ class WatchedStore(tc.Store):
     ledger: Ledger
 
     def append(self, *arguments: Any, **options: Any) -> Any:
-        """Append, and record it."""
         with self.ledger.writing("dump"):
             return super().append(*arguments, **options)
 
     def publish(self, *arguments: Any, **options: Any) -> Any:
-        """Publish, and record it before and after."""
         self.ledger.begin_commit(0 if self.commit is None else self.commit.id + 1)
         with self.ledger.writing("publish"):
             commit = super().publish(*arguments, **options)

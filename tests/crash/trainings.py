@@ -75,7 +75,6 @@ class TrainingWorkload:
         process.join()
 
     def begin(self, folder: Path) -> None:
-        """Take the next training; train each once without a kill."""
         self._training = self._trainings[self._begun % len(self._trainings)]
         self._begun, self._without_passes = self._begun + 1, 0
         if self._training.name not in self._references:
@@ -92,7 +91,6 @@ class TrainingWorkload:
             self._references[self._training.name] = data, json.loads((data / RESULT).read_text()), seconds
 
     def again(self, generator: random.Random, runs: list[Ended]) -> Moment | None:
-        """Kill until the number of kills is reached."""
         if self.kills_left <= 0:
             return None
         self._without_passes += 1
@@ -214,7 +212,6 @@ def _error(folder: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.crash training", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=200, help="processes to kill (200)")
     add_options(parser, "20 kills, and trainings of half the samples and 2 epochs instead of 3")

@@ -14,7 +14,6 @@ from tests.digests.trainings import PATH, TRAININGS, digests, prepare, train
 
 
 def now(given: str) -> dict[str, str]:
-    """Train in one process and return the digests."""
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder), given)
         dense, _ = train(Path(folder), given, "lmdb")

@@ -66,7 +66,6 @@ class Spec:
 
     @property
     def feature(self) -> tc.Feature:
-        """Return its description for the schema."""
         hotness = {0: "ragged", 1: "one_hot"}.get(self.length, "multi_hot")
         return tc.Feature(
             name=self.name, table=self.table, hotness=hotness, length=self.length if hotness == "multi_hot" else None,
@@ -127,7 +126,6 @@ class Column:
         return cls(spec, universe[ids], np.concatenate([[0], np.cumsum(lengths)]), weights)
 
     def columns(self) -> dict[str, Any]:
-        """Return it as columns of a file."""
         if self.spec.length == 1:
             return {self.spec.name: self.keys}
         offsets = self.offsets.astype(np.int32)

@@ -63,7 +63,6 @@ def test_any_number_of_ranks_ends_with_the_same_digests(
 def test_a_killed_training_that_goes_on_ends_with_the_same_digests(
     tmp_path: Path, given: str, engine: str, at: tuple[int, int], commits: bool
 ) -> None:
-    """From the last commit between passes, or from one inside a pass, at any position of reader and writer."""
     prepare(tmp_path, given)
     process = multiprocessing.get_context("forkserver").Process(
         target=train_and_die, args=(tmp_path, given, engine, at, commits)

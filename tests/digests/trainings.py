@@ -131,7 +131,6 @@ def raw_batches(p: Any, ranks: AnyCommunicator | None) -> Iterator[Any]:
 
 
 def train_rank(ranks: AnyCommunicator, folder: str, given: str, engine: str) -> Any:
-    """Train as one rank of a pool's."""
     return train(Path(folder), given, engine, ranks)
 
 

@@ -39,7 +39,6 @@ def keeps_state(format_: str, table: Table) -> bool:
 
 
 def table(name: str, dim: int, optimizer: str) -> Table:
-    """Return a table."""
     initializer = Uniform(low=-0.1, high=0.1) if dim > 2 else Zeros()
     return Table(name=name, dim=dim, optimizer=OPTIMIZERS[optimizer], initializer=initializer)
 
@@ -66,7 +65,6 @@ def random_rows(tables: Sequence[Table], counts: Sequence[int], seed: int = 0) -
 
 
 def filled(path: Path | None, tables: Sequence[Table], rows: Rows) -> Store:
-    """Return an open store with these rows."""
     store = Store.open(path, tables=tables, engine=MemoryEngine() if path is None else "lmdb")
     chunks = []
     for one in tables:
@@ -81,7 +79,6 @@ def filled(path: Path | None, tables: Sequence[Table], rows: Rows) -> Store:
 
 
 def rows_of(store: Store) -> Rows:
-    """Return the rows of a store."""
     found: Rows = {}
     for one in store.tables:
         found[one.name] = {}

@@ -43,7 +43,6 @@ def numbers() -> dict[str, tuple[np.ndarray, tuple[np.ndarray, ...]]]:
 
 @pytest.fixture
 def store(tmp_path: Path, numbers: dict[str, tuple[np.ndarray, tuple[np.ndarray, ...]]]) -> Store:
-    """Return a path of a store with these rows."""
     rows = {
         name: {key: b"".join(f[i].tobytes() for f in fields) for i, key in enumerate(keys.tolist())}
         for name, (keys, fields) in numbers.items()
@@ -63,7 +62,6 @@ def items(path: Path) -> dict[int, tuple[list[float], list[float]]]:
 
 
 def test_numpy_reads_plain_arrays(tmp_path: Path, store: Store, numbers: dict) -> None:
-    """Keys (n,), vector and each state (n, width), without pickles."""
     tc.export_store(store, tmp_path / "out", format="numpy")
     for one in (ADAM, ADAGRAD):
         keys, fields = numbers[one.name]
@@ -74,7 +72,6 @@ def test_numpy_reads_plain_arrays(tmp_path: Path, store: Store, numbers: dict) -
 
 
 def test_duckdb_reads_equal_counts_and_sums(tmp_path: Path, store: Store, numbers: dict) -> None:
-    """Count and sum of the keys, and the sum of each field; the schema has the widths."""
     tc.export_store(store, tmp_path / "out", format="parquet")
     for one in (ADAM, ADAGRAD):
         keys, fields = numbers[one.name]
@@ -88,7 +85,6 @@ def test_duckdb_reads_equal_counts_and_sums(tmp_path: Path, store: Store, number
 
 
 def test_a_row_group_holds_a_bounded_number_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many rows a table has."""
     from tiercache.store import scan as scanning
 
     monkeypatch.setattr(scanning, "SCAN_CHUNK_BYTES", 1 << 12)
@@ -104,7 +100,6 @@ def test_a_row_group_holds_a_bounded_number_of_rows(tmp_path: Path, monkeypatch:
 
 
 def test_the_safetensors_library_reads_tensors_and_metadata(tmp_path: Path, store: Store, numbers: dict) -> None:
-    """Tensors in order, aligned, with the table's name and optimizer."""
     tc.export_store(store, tmp_path / "out", format="safetensors")
     for one in (ADAM, ADAGRAD):
         keys, fields = numbers[one.name]
@@ -162,7 +157,6 @@ def test_a_hugectr_folder_from_elsewhere_is_imported(tmp_path: Path) -> None:
 def test_a_state_dict_goes_straight_into_an_embedding(
     tmp_path: Path, store: Store, numbers: dict, kind: type[torch.nn.Embedding]
 ) -> None:
-    """Row i of the module is the vector of key i of the vocabulary."""
     with pytest.warns(ImportExportWarning, match="cannot hold the optimizer state"):
         tc.export_store(store, tmp_path / "out", format="torch")
     keys, (vector, *_) = numbers["user"]
@@ -174,7 +168,6 @@ def test_a_state_dict_goes_straight_into_an_embedding(
 
 
 def test_the_state_dict_of_a_trained_module_is_imported(tmp_path: Path) -> None:
-    """A user's file, with a custom vocabulary."""
     module = torch.nn.Embedding(4, 2)
     (tmp_path / "out" / "item").mkdir(parents=True)
     torch.save(module.state_dict(), tmp_path / "out" / "item" / "table.pt")
@@ -185,7 +178,6 @@ def test_the_state_dict_of_a_trained_module_is_imported(tmp_path: Path) -> None:
 
 
 def test_lists_of_any_arrow_kind_are_imported(tmp_path: Path) -> None:
-    """For example as DuckDB writes them."""
     (tmp_path / "out").mkdir()
     duckdb.sql(
         "copy (select range - 3 as key, [range, 0.5]::FLOAT[] as vector, [1, range]::FLOAT[] as sum from range(3000)) "
@@ -200,7 +192,6 @@ NARROW_ROWS = 70
 
 
 def narrow_table(dtype: str) -> Table:
-    """Return a table with an odd dim."""
     start = Uniform(low=-0.1, high=0.1)
     return Table(name="t", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=start, dtype=dtype)
 
@@ -213,7 +204,6 @@ def narrow_numbers(dtype: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 def narrow_store(path: Path, dtype: str) -> Path:
-    """Make a store with these rows."""
     with Store.open(path, tables=[narrow_table(dtype)]) as store:
         load_rows(store, [("t", narrow_numbers(dtype))])
     return path
@@ -222,7 +212,6 @@ def narrow_store(path: Path, dtype: str) -> Path:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format_", FORMATS)
 def test_vectors_of_16_bits_survive_a_round_trip(tmp_path: Path, format_: str, dtype: str) -> None:
-    """Every bit of vector and state, and the files of an export of the import are the same."""
     whole = keeps_state(format_, narrow_table(dtype))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ImportExportWarning)

@@ -23,7 +23,6 @@ ROWS = random_rows(TABLES, [400, 300, 200, 100, 100])
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a store."""
     folder = tmp_path_factory.mktemp("killed")
     filled(folder / "a.tc", TABLES, ROWS).close()
     return folder
@@ -38,7 +37,6 @@ def die(folder: Path, call: str, format_: str, fatal: int) -> int:
 
 @pytest.mark.parametrize("format_", FORMATS)
 def test_a_killed_export_leaves_nothing_under_the_final_name(place: Path, format_: str) -> None:
-    """After the first table and after the last; the next export tidies up."""
     out = place / format_
     for fatal in (1, len(TABLES)):
         assert die(place, "export", format_, fatal) == -signal.SIGKILL

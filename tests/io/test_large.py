@@ -45,7 +45,6 @@ def blocks(keys: NDArray[np.int64]) -> Iterator[RowBlock]:
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_five_gigabytes_have_the_sums_that_duckdb_finds_in_their_export(tmp_path: Path, engine: str) -> None:
-    """In a store of 5 GB, every byte is checked, info counts every row, and its Parquet file has equal sums."""
     if shutil.disk_usage(tmp_path).free < 25 << 30:
         pytest.skip("needs 25 GiB of free disk")
     path, out = tmp_path / "large.tc", tmp_path / "out"

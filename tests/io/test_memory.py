@@ -28,7 +28,6 @@ ROWS = 50_000
 
 
 def chunks(rows: int) -> Iterator[tuple[str, Any]]:
-    """Yield rows in the order of keys."""
     for low in range(0, rows, 1000):
         keys = np.arange(low, low + 1000, dtype=np.int64)
         yield "big", (keys, tuple(np.full((1000, f.width), low, dtype=np.float32) for f in BIG.fields))
@@ -59,7 +58,6 @@ def measure(folder: Path) -> None:
 
 
 def test_rows_that_exceed_the_memory_pass_through_it(tmp_path: Path) -> None:
-    """In every format the process's memory, without libraries, stays far below the rows."""
     assert ROWS * BIG.row_bytes > 2 * (MEMORY + OTHER)
     run_alone(measure, tmp_path)
     taken = json.loads((tmp_path / "taken.json").read_text())

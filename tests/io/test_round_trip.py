@@ -86,7 +86,6 @@ def test_rows_without_their_state_are_exported_and_imported_where_that_is_asked_
 
 
 def test_one_warning_names_all_tables_whose_state_stays_behind(tmp_path: Path) -> None:
-    """One warning for all."""
     tables = [table(f"t{i}", 2, "adagrad") for i in range(8)]
     with filled(None, tables, random_rows(tables, [3] * 8)) as store, pytest.warns(ImportExportWarning) as caught:
         tc.export_store(store, tmp_path / "out", format="torch")
@@ -115,7 +114,6 @@ def test_the_shared_rows_of_a_store_come_back(tmp_path: Path, format_: str) -> N
 
 
 def test_names_of_tables_cannot_leave_the_folder(tmp_path: Path) -> None:
-    """Whatever a table is called, its files are inside the export and can be imported."""
     names = ["..", "../up", "/abs", "a/b", "tables.json", ".hidden", "x" * 300, "größe", "50%", "a%2Fb", "con dos"]
     tables = [table(name, 1, "sgd") for name in names]
     rows = random_rows(tables, [3] * len(names))
@@ -149,7 +147,6 @@ def test_a_trained_store_is_exported_at_its_commit(tmp_path: Path) -> None:
 
 
 def test_of_two_exports_to_one_place_the_second_is_refused(tmp_path: Path) -> None:
-    """It does not touch the first, which completes; after that the path is taken."""
     tables = all_tables()
     rows = random_rows(tables, [40, 30, 20, 10, 10])
     out = tmp_path / "out"

@@ -44,7 +44,6 @@ def trained_on(case: Case, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The path of a store after an epoch."""
     return trained_on(CASE, tmp_path_factory.mktemp("trained"))
 
 
@@ -105,7 +104,6 @@ def test_a_table_that_stepped_less_leaves_with_its_own_count(tmp_path: Path, giv
 
 @pytest.mark.parametrize("format_", FORMATS)
 def test_the_count_stands_where_the_state_does(trained: Path, tmp_path: Path, format_: str) -> None:
-    """In the listing and after the import; without state, and for other optimizers, there is none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ImportExportWarning)
         listing = tc.export_store(trained, tmp_path / "all", format=format_)
@@ -146,7 +144,6 @@ def test_rows_of_16_bits_leave_with_the_count(tmp_path: Path, optimizer: tc.opti
 
 
 def test_files_that_do_not_say_it_are_asked_about(trained: Path, tmp_path: Path) -> None:
-    """A warning says that Adam starts over; ``steps`` overrides it, also on the command line."""
     tc.export_store(trained, tmp_path / "out", format="numpy")
     (tmp_path / "out" / "tables.json").unlink()
     words = r"how many steps table 'a' was trained, but Adam's state .* unless you pass steps"
@@ -164,7 +161,6 @@ def test_files_that_do_not_say_it_are_asked_about(trained: Path, tmp_path: Path)
 
 
 def test_the_command_line_takes_the_count(trained: Path, tmp_path: Path) -> None:
-    """It overrides the listing."""
     tc.export_store(trained, tmp_path / "out", format="parquet")
     said = CliRunner().invoke(app, ["import", str(tmp_path / "out"), str(tmp_path / "copy.tc"), "--steps", "3"])
     assert said.exit_code == 0, said.output

@@ -30,7 +30,6 @@ every_machine = pytest.mark.parametrize("kind", ["cpu", "cuda"])
 
 @contextmanager
 def use_threads(num_threads: int) -> Iterator[None]:
-    """Run parallel kernels on ``num_threads`` threads."""
     before = threads()
     set_threads(min(num_threads, before))
     try:
@@ -61,7 +60,6 @@ def machines(kind: str) -> Iterator[Any]:
 
 
 def same_bits(a: NDArray[np.float32], b: NDArray[np.float32]) -> bool:
-    """Return True if two float32 arrays agree bit for bit."""
     return bool(np.array_equal(a.view(np.int32), b.view(np.int32)))
 
 
@@ -84,22 +82,18 @@ class Bags:
 
     @property
     def num_features(self) -> int:
-        """The number of features."""
         return len(self.table_rows)
 
     @property
     def bases(self) -> NDArray[np.int64]:
-        """The start of each feature's table among the local positions."""
         return np.cumsum([0, *self.table_rows[:-1]]).astype(np.int64)
 
     @property
     def cols(self) -> NDArray[np.int64]:
-        """The first output column of each feature."""
         return self.distance + np.arange(self.num_features, dtype=np.int64) * (self.dim + self.distance)
 
     @property
     def width(self) -> int:
-        """Columns of the output."""
         return self.distance + self.num_features * (self.dim + self.distance)
 
     def entries(self) -> Iterator[tuple[int, int, int, int]]:
@@ -110,14 +104,12 @@ class Bags:
                 yield f, n, int(self.offsets[bag]), int(self.offsets[bag + 1])
 
     def slots(self) -> NDArray[np.int32]:
-        """Return the slot of each entry."""
         out = np.empty(self.ids.size, np.int32)
         for f, _, first, last in self.entries():
             out[first:last] = self.slot_of_local[self.bases[f] + self.ids[first:last]]
         return out
 
     def weight(self, entry: int) -> np.float32:
-        """Return the weight of an entry."""
         return self.weights[entry] if self.weights.size else np.float32(1)
 
     def pooled(self) -> NDArray[np.float32]:

@@ -11,8 +11,6 @@ _WITH_SIZE = 4
 
 
 class Kernel(NamedTuple):
-    """One kernel."""
-
     registers: int
     stack_bytes: int
 

@@ -39,7 +39,6 @@ class GpuDevice:
         self.put, self.table, self.read = self._device.put, self._device.table, self._device.read
 
     def place(self, array: Any) -> torch.Tensor:
-        """Return a copy of an array on the GPU that may be written to."""
         return torch.from_numpy(np.ascontiguousarray(array)).cuda()
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> torch.Tensor:
@@ -56,7 +55,6 @@ class GpuDevice:
         return torch.zeros((rows, width), device="cuda")
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument]) -> None:
-        """Start a kernel and note its name."""
         self.launches.append(kernel)
         self._device.launch(kernel, blocks, arguments)
 

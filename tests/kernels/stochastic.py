@@ -21,7 +21,6 @@ AWKWARD = (
 
 
 def mix(x: int) -> int:
-    """Return splitmix64's finalizer of a number."""
     x &= ALL
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & ALL
     x = (x ^ x >> 27) * 0x94D049BB133111EB & ALL

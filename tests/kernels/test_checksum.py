@@ -54,7 +54,6 @@ def test_runs_of_any_lengths_in_any_arrays_are_what_the_library_says(
 @needs_crc32c
 @pytest.mark.parametrize(("bounds", "wrong"), [([-1, 4], -1), ([0, 11], 11), ([4, 2], 2), ([5, 20, 9], 20)])
 def test_bounds_outside_the_data_are_refused(bounds: list[int], wrong: int) -> None:
-    """Nothing beyond an array is read, in any part."""
     fine = np.zeros(20, np.uint8), np.array([20])
     with pytest.raises(ValueError, match=f"bound {wrong} in part 1, which has 10 bytes: bounds must rise"):
         crc32c([fine, (np.zeros(10, np.uint8), np.array(bounds, np.int64)), fine])
@@ -62,7 +61,6 @@ def test_bounds_outside_the_data_are_refused(bounds: list[int], wrong: int) -> N
 
 @needs_crc32c
 def test_a_part_without_bounds_is_refused() -> None:
-    """A part of no runs has one bound."""
     data = np.zeros(10, np.uint8)
     assert crc32c([(data, np.array([3]))]).size == 0
     with pytest.raises(ValueError, match="part 1 has no bounds"):

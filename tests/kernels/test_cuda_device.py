@@ -51,41 +51,33 @@ class Nvrtc:
         self.destroyed, self.fails = 0, ""
 
     def getVersion(self) -> tuple[int, int]:  # noqa: N802 - CuPy's names, here and below
-        """Return an imaginary version."""
         return 99, 1
 
     def getSupportedArchs(self) -> tuple[int, ...]:  # noqa: N802
-        """Return architectures by number."""
         return self.known
 
     def createProgram(self, text: str, name: str, *_headers: object) -> int:  # noqa: N802
-        """Return a handle."""
         self.programs[len(self.programs)] = text, (name,)
         return len(self.programs) - 1
 
     def compileProgram(self, program: int, options: tuple[str, ...]) -> None:  # noqa: N802
-        """Fail for the name that a test sets."""
         text, (name,) = self.programs[program]
         self.programs[program] = text, options
         if name == self.fails:
             raise self.NVRTCError("of no use")
 
     def getProgramLog(self, _program: int) -> str:  # noqa: N802
-        """Return the compiler's log."""
         return "no such word"
 
     def getCUBIN(self, program: int) -> bytes:  # noqa: N802
-        """Return machine code."""
         text, options = self.programs[program]
         return "\0".join(("cubin", *options, text)).encode()
 
     def getPTX(self, program: int) -> bytes:  # noqa: N802
-        """Return code for any newer GPU."""
         text, options = self.programs[program]
         return "\0".join(("// ptx", *options, text)).encode()
 
     def destroyProgram(self, _program: int) -> None:  # noqa: N802
-        """Count it."""
         self.destroyed += 1
 
 
@@ -118,33 +110,27 @@ class Torch:
         self._shim, self.taken, self.uploads, self.inside = shim, 0, 0, 0
 
     def stream(self) -> int:
-        """Return the stream of all launches."""
         return STREAM
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Record it."""
         self.inside += 1
         yield
         self.inside -= 1
 
     def empty(self, size: int, dtype: Any) -> NDArray[Any]:
-        """Return memory, and count its bytes."""
         array = self._shim.empty(size, dtype)
         self.taken += array.nbytes
         return array.view(OnDevice)
 
     def put(self, table: NDArray[Any]) -> NDArray[Any]:
-        """Return a copy, and count it."""
         self.uploads += 1
         return self._shim.put(table).view(OnDevice)
 
     def read(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Return a copy."""
         return np.array(array)
 
     def sort(self, keys: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Sort on the shim."""
         ordered, order = self._shim.sort(np.asarray(keys))
         return ordered.view(OnDevice), order.view(OnDevice)
 
@@ -156,7 +142,6 @@ class Module:
         self.cupy, self.name = cupy, ""
 
     def load(self, code: bytes) -> None:
-        """Take compiled code."""
         assert type(code) is bytes
         if self.cupy.refuses:
             raise DriverError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
@@ -164,8 +149,6 @@ class Module:
         self.name = next(name for name in cuda.sources() if code.endswith(b"\0" + launch.source(name).encode()))
 
     def get_function(self, kernel: str) -> Any:
-        """Return a launcher."""
-
         def start(grid: tuple[int], block: tuple[int], words: tuple[Any, ...], *, stream: tuple[int, int]) -> None:
             assert stream == (0, STREAM)
             assert block == (launch.BLOCK_THREADS,)
@@ -189,20 +172,17 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cupy]:
-    """Replace CuPy and NVRTC by stand-ins."""
     fake = stand_in(monkeypatch)
     yield fake
     fake.shim.close()
 
 
 def opened(cupy: Cupy) -> tuple[cuda.CudaDevice, Torch]:
-    """Open a device, and return it with its part of torch."""
     host = Torch(cupy.shim)
     return cuda.open_device(0, host), host
 
 
 def test_a_step_runs_on_the_given_stream_with_memory_of_torch(cupy: Cupy) -> None:
-    """Sort and update through the device's own code: the CPU's bits, and the shim's launches."""
     rng, cols = np.random.default_rng(0), np.zeros(1, np.int64)
     vectors, sums = rng.standard_normal((30, 8)).astype(np.float32), rng.random((30, 8)).astype(np.float32)
     slots, gradient = rng.integers(0, 30, 100).astype(np.int32), rng.standard_normal((100, 8)).astype(np.float32)
@@ -220,7 +200,6 @@ def test_a_step_runs_on_the_given_stream_with_memory_of_torch(cupy: Cupy) -> Non
 
 
 def test_parts_travel_with_their_launch(cupy: Cupy) -> None:
-    """Nothing is uploaded, and a source is loaded once."""
     place = cupy.shim.place
     arrays = [place(np.ones((5, 4), np.float32)), place(np.zeros(3, np.int32)), place(np.zeros((3, 4), np.float32))]
     device, host = opened(cupy)
@@ -307,7 +286,6 @@ def test_a_gpu_that_kernels_are_not_compiled_for_is_refused(
 
 
 def test_what_fails_while_kernels_are_prepared_is_a_sentence(cupy: Cupy) -> None:
-    """A source that does not compile; code that the driver rejects."""
     device = cuda.open_device(0, Torch(cupy.shim))
     cupy.nvrtc.fails = "nothing.cu"
     with pytest.raises(

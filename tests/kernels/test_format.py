@@ -28,7 +28,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "format" / "bits.md").read_text(enc
 
 
 def xxh64(data: bytes, seed: int = 0) -> int:
-    """Return the kernel's XXH64 of one text."""
     return int(xxh64_strings(np.frombuffer(data, np.uint8), np.array([0, len(data)]), seed)[0])
 
 
@@ -45,7 +44,6 @@ def rows_below(header: str) -> list[list[str]]:
 
 
 def test_texts_have_the_hashes_of_the_page() -> None:
-    """XXH64 of UTF-8, by the kernel and by the store."""
     for text, wanted in rows_below("| bytes | XXH64 |"):
         data = text.strip('"').encode()
         assert xxh64(data) == hashing.xxh64(data) == int(wanted, 16)
@@ -62,7 +60,6 @@ def test_crosses_have_the_hashes_of_the_page() -> None:
 
 
 def test_mix_has_the_values_of_the_page() -> None:
-    """The finalizer, by the kernel and by the store."""
     for x, wanted in rows_below("| x | mix(x) |"):
         assert mix(int(x, 16)) == int(wanted, 16)
         assert int(hashing.mix(np.array([int(x, 16)], np.uint64))[0]) == int(wanted, 16)
@@ -76,7 +73,6 @@ def test_keys_have_the_hashes_and_the_order_of_the_page() -> None:
 
 
 def test_blocks_have_the_words_of_the_page() -> None:
-    """Philox with the page's counter and key words."""
     stream = mix(SEED ^ ITEM)
     for block, words in rows_below("| block | words |"):
         made = philox((0, 0, int(block), 0), (stream & 0xFFFFFFFF, stream >> 32))
@@ -131,7 +127,6 @@ def test_passes_and_samples_have_the_orders_of_the_page() -> None:
 
 
 def test_digests_are_those_of_the_page(tmp_path: Path) -> None:
-    """A key set that is written and opened, and a schedule."""
     wanted = dict(rows_below("| what | digest |"))
     tables = (tc.Table(name="item", dim=1, optimizer=tc.optim.SGD(learning_rate=0.1), initializer=tc.init.Zeros()),)
     columns = [(np.array([0, 2, 1]), np.array([5, 1, 2]))]
@@ -171,7 +166,6 @@ REFERENCE = [
 
 
 def reference_buffer(size: int) -> bytes:
-    """Return the pseudo-random bytes of the reference implementation's self-test."""
     state, out = 2654435761, bytearray()
     for _ in range(size):
         out.append(state >> 56)
@@ -219,7 +213,6 @@ def slow_xxh64(data: bytes, seed: int) -> int:
 
 @pytest.mark.parametrize(("length", "seed", "wanted"), REFERENCE)
 def test_xxh64_gives_the_published_values(length: int, seed: int, wanted: int) -> None:
-    """The reference implementation's own sanity values."""
     assert xxh64(reference_buffer(length), seed) == wanted
 
 
@@ -242,7 +235,6 @@ def test_xxh64_of_words_is_that_of_their_little_endian_bytes(rows: int, width: i
 
 
 def test_offsets_that_leave_the_data_are_refused() -> None:
-    """Decreasing, negative, too large, or missing."""
     data = np.zeros(5, np.uint8)
     for offsets in ([0, 6], [3, 2], [-1, 2], []):
         with pytest.raises(ValueError, match="offsets"):

@@ -25,7 +25,6 @@ MASK = 2**64 - 1
 
 
 def unmix(value: int) -> int:
-    """Invert splitmix64's finalizer."""
     value ^= value >> 31 ^ value >> 62
     value = value * pow(0x94D049BB133111EB, -1, 2**64) & MASK
     value ^= value >> 27 ^ value >> 54
@@ -54,19 +53,16 @@ class Index:
         self.known: dict[tuple[int, int], int] = {}
 
     def clear(self) -> None:
-        """Remove all keys."""
         self.held.clear()
         self.known.clear()
 
     def extend(self, *key_sets: KeySet) -> None:
-        """Add key sets."""
         self.held.extend([KeySet(table, self.m.place(keys), first) for table, keys, first in key_sets])
         for table, keys, first in key_sets:
             self.known |= {(table, key): i for i, key in enumerate(keys.tolist(), first)}
         assert self.held.count == len(self.known)
 
     def find(self, keys: np.ndarray, starts: np.ndarray, tables: np.ndarray) -> tuple[list[int], Missing]:
-        """Return the position of each key, and the missing ones."""
         if self.m.kind == "cpu":
             positions = np.full(keys.size, 99, np.int32)
             missing = self.held.find(keys, starts, tables, positions)
@@ -188,7 +184,6 @@ def test_threads_that_overtake_each_other_lose_no_key_on_cuda(planted: bool) -> 
 
 @every_machine
 def test_a_batch_without_entries_and_an_index_without_keys_are_nothing_special(kind: str) -> None:
-    """Features without entries, no features at all, an index without capacity."""
     for index in indexes(kind, 0):
         index.check((0, []), (1, [3, MIN]), (2, []))
         index.check()
@@ -218,7 +213,6 @@ def test_an_index_is_no_larger_than_promised() -> None:
 
 
 def test_what_an_index_cannot_hold_is_refused() -> None:
-    """Positions beyond int32, unknown tables, arrays that do not fit: an error, and nothing changes."""
     device, keys, where = ShimDevice(), np.arange(3), np.zeros(3, np.int32)
     with pytest.raises(ValueError, match="at most 2,147,483,647 fit"):
         KeyIndex(2**31, TABLE_IDS)

@@ -23,7 +23,6 @@ from tiercache.store import key_map as by_numpy
 def test_entries_are_those_of_numpy(
     seed: int, rows: list[int], sizes: tuple[int, int, int, int], distinct: int
 ) -> None:
-    """For any ranges and bits, also if nearly all keys have the same hash."""
     first_rows = np.append(0, np.cumsum(rows))
     lows = np.random.default_rng(seed).integers(0, distinct, int(first_rows[-1]), np.uint64).astype(np.uint32)
     if not lows.size:
@@ -36,7 +35,6 @@ def test_entries_are_those_of_numpy(
 
 
 def test_entries_of_parts_are_those_of_numpy() -> None:
-    """NumPy sorts many rows in parts."""
     first_rows = np.array([0, 70_000, 70_000, 200_000])
     lows = np.random.default_rng(1).integers(0, 1 << 32, 200_000, np.uint64).astype(np.uint32)
     for found, wanted in zip(

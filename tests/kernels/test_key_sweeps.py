@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,29 +9,8 @@ from hypothesis import strategies as st
 
 from tests.kernels.test_key_index import keys_of_hashes
 from tiercache.kernels.cpu.hashing import hash_keys, key_owners
-from tiercache.kernels.cpu.key_sweeps import hash_range_bound, search_keys, sweep_uses
+from tiercache.kernels.cpu.key_sweeps import hash_range_bound, search_keys
 from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_distance
-
-
-@settings(max_examples=100, deadline=None)
-@given(data=st.data(), num_passes=st.integers(1, 6), num_keys=st.integers(1, 8))
-def test_gaps_are_the_passes_to_the_next_and_since_the_last_use(
-    data: st.DataObject, num_passes: int, num_keys: int
-) -> None:
-    """Against a search through three epochs, each with its own order of the passes."""
-    sets = [sorted(data.draw(st.sets(st.integers(0, num_keys - 1)))) for _ in range(num_passes)]
-    orders = [data.draw(st.permutations(range(num_passes))) for _ in range(3)]
-    passes = [sets[p] for order in orders for p in order]
-    numbers = np.array([key for keys in sets for key in keys], np.int32)
-    starts = np.concatenate([[0], np.cumsum([len(keys) for keys in sets])]).astype(np.int64)
-    next_distance, prev_distance = np.full(numbers.size, -9, np.int32), np.full(numbers.size, -9, np.int32)
-    arrays: Any = [np.array(order, np.int64) for order in orders]
-    sweep_uses(numbers, starts, num_keys, arrays[0], arrays[1], arrays[2], next_distance, prev_distance)
-    for place, p in enumerate(orders[1]):
-        pass_index = num_passes + place
-        for i, key in zip(range(starts[p], starts[p + 1]), sets[p], strict=True):
-            assert next_distance[i] == next(g for g in range(1, 2 * num_passes) if key in passes[pass_index + g])
-            assert prev_distance[i] == next(g for g in range(1, 2 * num_passes) if key in passes[pass_index - g])
 
 
 @settings(max_examples=100, deadline=None)
@@ -44,7 +21,6 @@ def test_gaps_are_the_passes_to_the_next_and_since_the_last_use(
     upper=st.integers(0, 2**64),
 )
 def test_a_hash_range_ends_before_the_first_hash_above_it(seed: int, size: int, table_id: int, upper: int) -> None:
-    """The bound is the number of keys with a hash below it; 2^64 counts all."""
     keys = np.unique(np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, size))
     hashes = hash_keys(keys, table_id)
     keys = keys[np.argsort(hashes)]
@@ -77,7 +53,6 @@ def test_keys_whose_hashes_crowd_are_found_too() -> None:
 
 
 def test_search_results_need_one_place_a_query() -> None:
-    """A short output is refused before anything is written."""
     with pytest.raises(ValueError, match="the same length"):
         search_keys(np.arange(3), 0, np.arange(3), np.empty(2, np.int64))
 
@@ -102,7 +77,6 @@ def test_a_key_belongs_to_the_rank_whose_range_has_its_hash(num_owners: int) -> 
 
 
 def test_owners_that_cannot_be_are_refused() -> None:
-    """Too few, too many, and a short output."""
     keys, owners = np.arange(3), np.zeros(3, np.int16)
     for num_owners in (0, 1025):
         with pytest.raises(ValueError, match=f"invalid number of owners {num_owners}: expected 1 to 1024"):
@@ -127,7 +101,6 @@ def next_pass(draw: st.DrawFn) -> tuple[np.ndarray, ...]:
 
 
 def by_gap(distances: np.ndarray) -> np.ndarray:
-    """Return their stable order."""
     order = np.empty(distances.size, np.int32)
     stable_order_by_distance(distances, LONGEST, order)
     return order

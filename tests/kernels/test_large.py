@@ -25,7 +25,6 @@ LAST = np.array([NUM_SLOTS - 1, 0, NUM_SLOTS - 100, 5], np.int32)
 
 
 def large(m: Any, rows: int = NUM_SLOTS, width: int = DIM) -> Any:
-    """Return zeros of float32."""
     return reserved(rows, width) if m.kind == "cpu" else m.device.large(rows, width)
 
 
@@ -40,7 +39,6 @@ def fill(m: Any, field: Any, slot: int, value: float) -> None:
 @every_machine
 @pytest.mark.parametrize("turn", [0, 1])
 def test_rows_beyond_two_billion_elements_are_the_right_ones(kind: str, turn: int) -> None:
-    """Lookup, step, pack and unpack of the first and the last rows of a table of 2^31 elements and more."""
     with machine(kind, turn) as m:
         vectors, sums = large(m), large(m)
         held = Vectors(vectors, DIM)
@@ -69,7 +67,6 @@ def test_rows_beyond_two_billion_elements_are_the_right_ones(kind: str, turn: in
 
 @every_machine
 def test_rows_beyond_two_billion_numbers_of_16_bits_are_the_right_ones(kind: str) -> None:
-    """Lookup and step of the first and the last rows."""
     with machine(kind, 2) as m:
         words, streams = large(m, width=DIM // 2), large(m, width=2)
         streams = streams.view(np.uint64 if isinstance(streams, np.ndarray) else torch.uint64).reshape(-1)

@@ -29,13 +29,11 @@ MODES = np.zeros(1, np.int8)
 
 
 def as_held(case: Bags, dtype: str) -> Bags:
-    """Return a case whose vectors are numbers of a dtype."""
     held = case.vectors if dtype == "float32" else numbers(narrow(case.vectors, dtype), dtype)
     return dataclasses.replace(case, vectors=held)
 
 
 def written(m: Any, case: Bags, *, scaled: bool = True) -> dict[str, Any]:
-    """Return the arrays that `pool_bags` writes."""
     size = case.ids.size
     return {
         "out": m.place(np.zeros((case.num_samples, case.width), F4)),
@@ -49,7 +47,6 @@ def written(m: Any, case: Bags, *, scaled: bool = True) -> dict[str, Any]:
 def pool(
     m: Any, case: Bags, dtype: str = "float32", *, ids_dtype: type = np.int32, scaled: bool = True
 ) -> dict[str, Any]:
-    """Call ``pool_bags`` on a case and return its outputs, in place."""
     done = written(m, case, scaled=scaled)
     m.pool_bags(
         m.vectors(case.vectors, dtype), m.place(case.slot_of_local), m.ids(case.ids, ids_dtype), case.bases,
@@ -177,16 +174,6 @@ def test_every_number_of_16_bits_is_read_exactly(kind: str, dtype: str, dim: int
             assert same_bits(found[~nan], expected[~nan])
 
 
-@every_machine
-def test_map_slots_follows_each_features_table(kind: str) -> None:
-    """Each feature's ids count from its table's first position."""
-    for m in machines(kind):
-        slots, local = m.array((4,), np.int32), m.place(np.array([9, 8, 7, 6, 5], np.int32))
-        ids = m.place(np.array([0, 1, 0, 2], np.int32))
-        m.map_slots(ids, np.array([0, 2], np.int64), np.array([0, 2, 4]), local, slots)
-        assert m.read(slots).tolist() == [9, 8, 7, 5]
-
-
 def test_groups_of_all_dims_and_dtypes_pool_in_a_launch_for_each_width_on_cuda() -> None:
     """One id per sample and bags, each into its own columns, as the CPU pools each; 16-bit dtypes share a launch."""
     rng, cpu = np.random.default_rng(0), Cpu()
@@ -311,7 +298,6 @@ def test_an_id_outside_its_table_is_found(bad: int, where: int) -> None:
 
 @every_machine
 def test_arrays_of_another_type_or_shape_are_refused(kind: str) -> None:
-    """A wrong dtype, order, length, column or table raises an error and never touches other memory."""
     m: Any = Cpu() if kind == "cpu" else Cuda(ShimDevice())
     vectors, slots, out = np.zeros((5, 4), F4), np.zeros(3, np.int32), np.zeros((3, 4), F4)
     odd, read_only = np.zeros(81, np.uint8)[1:].view(F4).reshape(5, 4), out.copy()

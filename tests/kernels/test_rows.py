@@ -37,7 +37,6 @@ def mapped(m: Any, array: Any, *, writable: bool = True) -> Any:
 
 
 def frozen(m: Any, array: Any) -> Any:
-    """Return a read-only array."""
     if m.kind == "cuda":
         return mapped(m, array, writable=False)
     seen = array.view()
@@ -172,7 +171,6 @@ def test_one_large_piece_is_shared_by_all_warps_on_cuda(dim: int) -> None:
 
 
 def test_slot_minus_one_packs_zeros_and_unpacks_nothing_on_cuda() -> None:
-    """As everywhere, -1 means no row."""
     slots = np.array([2, -1, 0], np.int32)
     for m in machines("cuda"):
         values = m.place(np.arange(12, dtype=np.float32).reshape(3, 4))
@@ -212,7 +210,6 @@ def test_an_access_of_16_bytes_that_is_not_aligned_is_caught_on_cuda() -> None:
     ],
 )
 def test_rows_without_a_slot_of_their_own_are_refused(slots: list[int], order: list[int], place: int) -> None:
-    """A row at two places, two rows in a slot, an invalid slot and an invalid row: nothing is written."""
     pieces, out = Pieces(1), np.full(3, -1, np.float32)
     pieces.add(0, np.array([3]), np.zeros(1, np.int64), out)
     with pytest.raises(ValueError, match=f"row at place {place} has an invalid or repeated slot"):
@@ -222,7 +219,6 @@ def test_rows_without_a_slot_of_their_own_are_refused(slots: list[int], order: l
 
 @every_machine
 def test_pieces_that_do_not_fit_are_refused(kind: str) -> None:
-    """Too few floats, unnamed rows, rows of another width, read-only arrays: an error, and no launch."""
     m: Any = Cpu() if kind == "cpu" else Cuda(ShimDevice())
     field, slots, of_three = (np.zeros((3, 4), np.float32),), np.arange(3, dtype=np.int32), np.array([3])
     pieces, places = m.pieces(4), np.array([0, 3])

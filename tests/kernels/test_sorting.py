@@ -52,7 +52,6 @@ def test_entries_come_by_slot_and_within_it_in_batch_order(
 
 
 def test_buffers_are_reused_for_smaller_steps() -> None:
-    """A small step after a large one is sorted correctly and allocates no memory."""
     buffers, rng = SortBuffers(), np.random.default_rng(0)
     sort_slots(rng.integers(0, 100, 5000).astype(np.int32), 100, buffers)
     held = buffers.nbytes
@@ -91,7 +90,6 @@ def test_entries_without_a_row_come_last_in_their_group_on_cuda() -> None:
 
 
 def test_without_entries_nothing_is_launched_on_cuda() -> None:
-    """For groups without entries, or without groups."""
     device = ShimDevice()
     assert sort_groups(device, []) == []
     assert [runs.size for runs in sort_groups(device, [([np.empty(0, np.int32)], 5)] * 2)] == [0, 0]

@@ -102,13 +102,11 @@ class Work:
             raise ArithmeticError("of the caller")
 
     def assert_over(self) -> None:
-        """Check that no thread works on it any more."""
         assert self._entered == self.ended >= 1
 
 
 @pytest.fixture(autouse=True)
 def three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A caller and up to two helpers."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
 
 
@@ -129,8 +127,6 @@ def test_nobody_works_on_where_a_thread_could_not_be_had(monkeypatch: pytest.Mon
     work, pool = Work(), kernel_threads._helpers(os.getpid())
 
     class OneThread:
-        """Accepts one task."""
-
         given = 0
 
         def submit(self, *what: object) -> object:

@@ -39,7 +39,6 @@ class Goal(NamedTuple):
 
     @property
     def traffic(self) -> dict[str, dict[int, Any]]:
-        """By kernel and address of an array."""
         found: dict[str, dict[int, Any]] = self.machine.device.traffic
         return found
 
@@ -59,7 +58,6 @@ def goal() -> Iterator[Goal]:
 
 
 def moved(goal: Goal, kernels: Callable[[str], bool]) -> int:
-    """Return the bytes of the sectors that some kernels move."""
     return sum(
         one.sectors_read + one.sectors_written
         for kernel, arrays in goal.traffic.items()

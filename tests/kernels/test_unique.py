@@ -20,7 +20,6 @@ from tiercache.kernels.cpu.unique_keys import UniqueKeys
 
 
 def found(slots: np.ndarray, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return unique slots and the inverse."""
     unique, inverse = np.empty(slots.size, np.int32), np.empty(slots.size, np.int32)
     count = unique_slots(sort_slots(slots, num_slots, SortBuffers()), unique, inverse)
     return unique[:count], inverse
@@ -29,7 +28,6 @@ def found(slots: np.ndarray, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=200))
 def test_unique_slots_and_the_inverse_are_numpys(slots: list[int]) -> None:
-    """For any slots, none at all included."""
     given_slots = np.array(slots, np.int32)
     unique, inverse = found(given_slots, 41)
     theirs, their_inverse = np.unique(given_slots, return_inverse=True)
@@ -55,7 +53,6 @@ def test_unique_positions_are_those_of_the_sort(batches: list[list[int]], num_po
 
 @pytest.mark.parametrize("bad", [-1, 128])
 def test_positions_outside_are_refused_before_a_bit_is_set(bad: int) -> None:
-    """Below 0, and past the last."""
     positions, bits = np.array([0, bad], np.int32), np.zeros(2, np.uint64)
     with pytest.raises(ValueError, match=f"positions range from {min(0, bad)} to {max(0, bad)}"):
         unique_positions(positions, 128, bits, np.empty(2, np.int32), np.empty(2, np.int32), np.empty(2, np.int32))
@@ -89,7 +86,6 @@ def test_stretches_are_laid_out_in_the_order_of_the_wire() -> None:
 
 
 def test_stretches_that_do_not_fit_are_refused() -> None:
-    """Nothing is written outside the arrays."""
     unique, slots = np.arange(3, dtype=np.int32), np.empty(3, np.int32)
     one = lambda number: np.array([number], np.int64)  # noqa: E731
     with pytest.raises(ValueError, match=r"must be in \[0, 3\)"):
@@ -99,7 +95,6 @@ def test_stretches_that_do_not_fit_are_refused() -> None:
 
 
 def test_marks_count_slots_once() -> None:
-    """Slots that were seen before do not count again."""
     seen = np.zeros(5, np.bool_)
     assert mark_slots(np.array([1, 1, 4], np.int32), seen) == 2
     assert mark_slots(np.array([4, 0], np.int32), seen) == 1
@@ -186,7 +181,6 @@ def test_counts_go_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @example(calls=[[(1, 1), (1, (1 << 32) - 1), (0, 1), (1, 1)]], parts=1)
 def test_a_key_may_be_added_many_times_at_once(calls: list[list[tuple[int, int]]], parts: int) -> None:
-    """And be removed again, also after its count exceeded 32 bits."""
     unique, expected = UniqueKeys(7, parts), Counter[int]()
     for call in calls:
         keys, times = (np.array([pair[i] for pair in call], np.int64) for i in range(2))
@@ -204,7 +198,6 @@ def test_a_key_may_be_added_many_times_at_once(calls: list[list[tuple[int, int]]
 
 
 def test_too_many_keys_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers are int32: the error says what to do."""
     monkeypatch.setattr(unique_keys, "_MOST", 100)
     with pytest.raises(ValueError, match="more than 100 distinct keys: numbers are int32; make sub-datasets smaller"):
         add(UniqueKeys(3), np.arange(1000))

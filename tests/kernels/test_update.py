@@ -45,12 +45,10 @@ APPLIED, RATE = 3, 0.1
 
 
 def rule_of(optimizer: str, dim: int, decay: float = 0.0, rate: float = RATE) -> Rule:
-    """Return an optimizer's numbers."""
     return optimizer_step.rule_of(BY_DECAY[optimizer](decay), dim, rate, APPLIED)
 
 
 def states(optimizer: str, num_slots: int, dim: int, rng: np.random.Generator) -> list[NDArray[np.float32]]:
-    """Return positive states for an optimizer."""
     return [rng.random((num_slots, one.width)).astype(F4) for one in BY_DECAY[optimizer](0.0).state_fields(dim)]
 
 
@@ -339,15 +337,6 @@ def test_sums_are_the_steps_of_rows_of_zeros(dim: int, turn: int) -> None:
 
 
 @every_machine
-def test_no_entries_change_nothing(kind: str) -> None:
-    """An empty batch is a step without rows."""
-    vectors = np.ones((3, 4), F4)
-    with machine(kind) as m:
-        (done,) = stepped(m, "sgd", [vectors], np.empty(0, np.int32), m.one_id(np.empty((0, 4), F4)))
-        assert same_bits(done, vectors)
-
-
-@every_machine
 def test_adams_first_step_moves_by_the_learning_rate(kind: str) -> None:
     """Bias correction counts applied steps from 1; 0 is refused."""
     with pytest.raises(ValueError, match="step is 0"):
@@ -362,7 +351,6 @@ def test_adams_first_step_moves_by_the_learning_rate(kind: str) -> None:
 
 @every_machine
 def test_arrays_that_do_not_belong_together_are_refused(kind: str) -> None:
-    """States of another shape, gradients of other entries, columns outside: an error, and nothing changes."""
     m: Any = Cpu() if kind == "cpu" else Cuda(ShimDevice())
     vectors, slots, gradient = np.zeros((5, 4), F4), np.array([0, 4, 2], np.int32), np.ones((3, 4), F4)
     pairs, state, good = m.sort(m.place(slots), 5), m.place(np.zeros((5, 4), F4)), m.one_id(gradient)

@@ -158,7 +158,6 @@ def test_ids_in_the_order_of_their_positions_step_the_same_rows_on_cuda(dim: int
 
 
 def test_more_groups_than_travel_with_a_launch_step_in_several_on_cuda() -> None:
-    """Each steps its own rows."""
     m = Cuda(ShimDevice())
     steps = []
     for number in range(2 * most_parts(struct("UpdatePart", "update")) + 1):

@@ -23,7 +23,6 @@ def data_bytes() -> int:
 
 
 def train(path: Path, dataset: tc.PassDataset, host_bytes: int, passes: int, order_seed: int | None) -> int:
-    """Train ``passes`` passes, a batch each; return how many were trained."""
     done, rows = 0, tc.EmbeddingCollection(dataset.schema)
     with tc.TierCache(
         path, dataset, model=rows, device_budget=DEVICE_BYTES, host_budget=host_bytes, order_seed=order_seed,

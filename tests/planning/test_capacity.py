@@ -31,7 +31,6 @@ RATES = Rates(read=1e9, write=5e8, copy=5e9, link=5e9, commit_seconds=0.001, sam
 
 
 def capacity_of(data: tc.PassDataset, order: OrderRule = None, rates: Rates = RATES) -> Capacity:
-    """Analyze a dataset."""
     positions = RowOffsets.of(data, group_tables(data.tables))
     schedule = Schedule(num_passes=len(data), dataset_digest=data.digest, order=order)
     return Capacity(Reuse.of(schedule, positions, positions.keys_of(data)), [p.samples for p in data], rates)
@@ -143,7 +142,6 @@ def test_a_plan_keeps_its_store_budget_and_commits_as_far_apart_as_that_allows(
     ],
 )
 def test_a_plan_that_was_edited_badly_is_refused_with_the_key(tmp_path: Path, old: str, new: str, words: str) -> None:
-    """Before a store is made."""
     data = CASE.cut(tmp_path / "d")
     capacity = capacity_of(data)
     text = capacity.plan(capacity.at(capacity.least()), optimize="memory", device_budget=DEVICE).to_toml()
@@ -159,7 +157,6 @@ def test_a_plan_that_was_edited_badly_is_refused_with_the_key(tmp_path: Path, ol
     [({"device": 4096}, "the passes need .* on the device"), ({"host": 4096}, "raise host_budget to")],
 )
 def test_budgets_that_were_edited_to_too_little_are_refused(tmp_path: Path, edited: dict[str, Any], words: str) -> None:
-    """With the numbers; and an argument overrides the plan."""
     data = CASE.cut(tmp_path / "d")
     capacity = capacity_of(data)
     plan = capacity.plan(capacity.at(capacity.least()), optimize="memory", device_budget=DEVICE)

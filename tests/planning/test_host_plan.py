@@ -25,7 +25,6 @@ def layout_of(*ranges: tuple[int, int], row_bytes: int = ROW, block_rows: int = 
 
 
 def test_the_farthest_next_use_leaves_first() -> None:
-    """Among rows for passes 3, 5 and 9, the rows for 9 go first, then part of the rows for 5."""
     content = HostCache()
     content.enter(0, 0, layout_of((3, 2), (5, 3), (9, 4)))
     content.keep(after=1, capacity=5 * ROW)  # one page more is charged for each end that may share a page
@@ -35,7 +34,6 @@ def test_the_farthest_next_use_leaves_first() -> None:
 
 
 def test_rows_that_were_used_leave() -> None:
-    """After pass 3 its range is gone, and the rest begins where it ended."""
     content = HostCache()
     content.enter(0, 0, layout_of((3, 2), (5, 3)))
     content.keep(after=3, capacity=100 * ROW)
@@ -75,12 +73,10 @@ class SortingContent:
         self.held: dict[tuple[int, int], PageRange] = {}
 
     def enter(self, pass_index: int, group: int, entering: SegmentLayout) -> None:
-        """Add a whole dump."""
         self.layouts[pass_index, group] = entering
         self.held[pass_index, group] = PageRange(0, entering.num_pages)
 
     def keep(self, *, after: int, capacity: int) -> int:
-        """Choose from scratch among all cached ranges, page by page."""
         pages = []
         for (pass_index, group), held in self.held.items():
             layout = self.layouts[pass_index, group]
@@ -174,7 +170,6 @@ def fewest_reads(dumps: list[dict[int, int]], capacity: int) -> int:
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(0, 3))
 def test_no_other_choice_of_rows_reads_fewer(data: st.DataObject, capacity: int) -> None:
-    """Against every possible choice, for small cases: farthest next use out is the minimum."""
     passes = data.draw(st.integers(3, 6))
     dumps = []
     total = 0

@@ -77,5 +77,4 @@ def refused(folder: Path, host_bytes: int, order_seed: int | None, store: tc.Sto
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return all files below a folder."""
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -17,7 +17,6 @@ KEYS = st.sets(st.integers(-(2**63) + 2, 2**63 - 1), max_size=12) | st.sets(st.i
 
 
 def obvious_gap(schedule: Schedule, keys: list[set[int]], pass_index: int, key: int, step: int) -> int:
-    """Walk from pass to pass until the key is met again."""
     other = pass_index + step
     while key not in keys[int(schedule.order_of(other // schedule.num_passes)[other % schedule.num_passes])]:
         other += step
@@ -34,7 +33,6 @@ def obvious_gap(schedule: Schedule, keys: list[set[int]], pass_index: int, key: 
 def test_gaps_are_those_of_walking_the_schedule(
     keys: list[set[int]], order_seed: int | None, epoch: int, keys_per_range: int
 ) -> None:
-    """For any passes, order, epoch and size of hash ranges."""
     groups = group_tables([table("a", 4)])
     table_id = groups[0].tables[0].table_id
     arrays = []

@@ -65,7 +65,6 @@ def test_the_order_by_overlap_is_the_best_of_all_orders_of_a_ring(tmp_path: Path
 
 
 def test_shared_bytes_are_those_of_set_intersections(tmp_path: Path) -> None:
-    """For two tables with different row sizes; and a sample of the keys has a part of it."""
     data = Case(tables=(table("a", 4), table("b", 8)), specs=SPECS).cut(tmp_path / "d")
     positions = RowOffsets.of(data, group_tables(data.tables))
     shared = shared_bytes(positions, positions.keys_of(data))
@@ -87,7 +86,6 @@ def test_the_own_order_stays_where_no_other_shares_more(tmp_path: Path) -> None:
 
 
 def test_training_in_an_order_has_the_bits_of_that_order_in_memory_and_moves_fewer_rows(tmp_path: Path) -> None:
-    """Rows read and written are the planned ones; passes report their sub-datasets."""
     data = chained(tmp_path / "d", [0, 2, 4, 1, 3])
     rows = {}
     for order in (None, "overlap"):
@@ -103,7 +101,6 @@ def test_training_in_an_order_has_the_bits_of_that_order_in_memory_and_moves_few
 
 
 def test_a_training_goes_on_in_its_order_and_another_is_refused_or_reorganized(tmp_path: Path) -> None:
-    """An order is part of the schedule: reorganize=False names both."""
     data = chained(tmp_path / "d", [0, 2, 4, 1, 3])
     path, halves = tmp_path / "s", replace(ONE, epochs=1)
 
@@ -129,7 +126,6 @@ def test_a_training_goes_on_in_its_order_and_another_is_refused_or_reorganized(t
     ],
 )
 def test_an_order_that_is_none_is_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    """Before a store is made."""
     data = chained(tmp_path / "d", [0, 1, 2])
     with pytest.raises(ValueError, match=words):
         tc.TierCache(tmp_path / "s", data, device_budget="1MiB", host_budget="64MiB", **options)

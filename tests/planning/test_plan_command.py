@@ -24,19 +24,16 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the tests' rates out of the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def planned(*arguments: str) -> str:
-    """Run the command."""
     done = CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
 
 
 def test_a_plan_that_the_command_wrote_trains(tmp_path: Path) -> None:
-    """Its budgets equal the training's, and the JSON has the plan of the file."""
     data, path, store = CASE.cut(tmp_path / "d"), tmp_path / "plan.toml", tmp_path / "s"
     options = ["--store", str(store), "-o", str(path), "--samples-per-second", "1e5", "--order", "overlap"]
     record = json.loads(planned(str(data.path), *options, "--optimize", "memory", "--json"))
@@ -62,7 +59,6 @@ def test_a_trial_says_how_fast_a_model_trains_and_leaves_nothing(tmp_path: Path)
 
 
 def test_rates_are_measured_once_for_a_disk_and_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request measures again, and a damaged file of rates is replaced."""
     measured: list[str] = []
     rates = Rates(read=1, write=2, copy=3, link=4, commit_seconds=0.5)
 
@@ -81,14 +77,12 @@ def test_rates_are_measured_once_for_a_disk_and_a_device(tmp_path: Path, monkeyp
 
 
 def test_a_disk_is_measured_with_a_file_that_goes(tmp_path: Path) -> None:
-    """Every rate is a positive number."""
     found = transfer_rates.measure(tmp_path, "cpu")
     assert min(found.read, found.write, found.copy_, found.link, found.commit_seconds) > 0
     assert not list(tmp_path.iterdir())
 
 
 def test_the_info_of_a_dataset_has_its_sizes_and_what_host_memory_buys(tmp_path: Path) -> None:
-    """The output is JSON for programs, tables for people, and a picture."""
     data = CASE.cut(tmp_path / "d")
     record = told("info", data.path, "--curve")
     assert record["samples"] == 3000
@@ -102,7 +96,6 @@ def test_the_info_of_a_dataset_has_its_sizes_and_what_host_memory_buys(tmp_path:
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is printed."""
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     data = CASE.cut(tmp_path / "d")
     assert "pip install 'tiercache-embeddings[plots]'" in error_of("info", data.path, "--plot", tmp_path / "plot.png")
@@ -119,7 +112,6 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypa
     ],
 )
 def test_what_cannot_be_planned_is_refused(tmp_path: Path, options: list[str], words: str) -> None:
-    """With the training's messages, and no file is written."""
     data, path = CASE.cut(tmp_path / "d"), tmp_path / "plan.toml"
     done = CliRunner().invoke(app, ["plan", str(data.path), "-o", str(path), *options])
     assert done.exit_code == 1

@@ -30,7 +30,6 @@ def plan_of(store: Store, world: World) -> ReorganizePlan:
     most=st.sampled_from([1, 256]),
 )
 def test_no_more_rows_move_than_were_said(seed: int, days: list[tuple[int, int, int]], most: int) -> None:
-    """Day after day, for reused, new and unused keys: rows in their new order, and the blocks they take."""
     world = World(small_tables(), seed=seed, keys_per_pass=9, universe=40, page_rows=3, block_rows=7)
     with pytest.MonkeyPatch.context() as patch, Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         patch.setattr(compaction_plan, "MOST_RETAINED", most)
@@ -47,7 +46,6 @@ def test_no_more_rows_move_than_were_said(seed: int, days: list[tuple[int, int, 
 
 
 def test_a_budget_that_is_met_says_nothing() -> None:
-    """One byte less is refused with the sum and its parts; the larger phase counts."""
     plan = ReorganizePlan(present=1 << 20, sorting=1 << 12, ordered=1 << 14, segment=1 << 13, other=1 << 11)
     assert plan.needed == (1 << 20) + (1 << 14) + (1 << 13) + (1 << 11)
     plan.check(plan.needed)

@@ -67,7 +67,6 @@ def test_what_accelerate_prepared_ends_with_the_bits_of_a_plain_loop(tmp_path: P
 
 
 def test_gradients_are_clipped_by_the_cache(tmp_path: Path) -> None:
-    """To the bits of a plain loop that clips; Accelerate's own clipping leaves rows out, and is refused."""
     CASE.cut(tmp_path / "passes")
     assert_same(trained(tmp_path, "clipped.tc", clip="cache"), plain(tmp_path, clips=True))
     with pytest.raises(StateError, match=r"clip with cache.clip_grad_norm_\(max_norm\)"):

@@ -43,7 +43,6 @@ def test_keys_of_a_million_tokens_are_those_of_transformers(layer: int) -> None:
 
 
 def test_a_model_of_transformers_trains_its_table_out_of_core(tmp_path: Path) -> None:
-    """With the losses of the plain model; its key sets come from the tokens alone."""
     torch.manual_seed(0)
     theirs = qwen.Qwen4ExpForCausalLM(config_of(initializer_range=0.02))
     rows = tc.optim.Adagrad(learning_rate=0.05, eps=1e-8, initial_accumulator=0.1)

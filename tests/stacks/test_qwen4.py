@@ -59,7 +59,6 @@ ROOT, MAX_NORM, MIB = Path(__file__).parents[2], 0.1, 1 << 20
     ids=["plain", "accumulates", "bfloat16", "checkpoints", "reentrant", "all"],
 )  # fmt: skip
 def test_a_loop_has_the_losses_of_the_plain_model(tmp_path: Path, mode: Mode) -> None:
-    """With accumulated gradients, in bfloat16, and with activations that are recomputed."""
     tokens = tokens_of()
     model = converted(data := data_of(tmp_path, tokens))
     assert len(data) > 2
@@ -81,7 +80,6 @@ def test_a_loop_has_the_losses_of_the_plain_model(tmp_path: Path, mode: Mode) ->
 
 
 def as_inputs(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the arguments of the model for a batch."""
     tokens = torch.stack(samples)
     return {"input_ids": tokens, "labels": tokens}
 
@@ -90,12 +88,10 @@ class Trainer(BaseTrainer):  # type: ignore[misc, valid-type]
     """The recipe of the documentation, which keeps losses and batches."""
 
     def get_train_dataloader(self) -> Any:
-        """Return the batches as they are."""
         self.losses, self.batches = list[float](), list[Any]()
         return self.train_dataset
 
     def compute_loss(self, model: Any, inputs: Any, *others: Any, **options: Any) -> Any:
-        """Keep the loss of a batch, as the model computes it."""
         loss = super().compute_loss(model, inputs, *others, **options)
         self.losses.append(loss.item())
         self.batches.append({name: one.clone() for name, one in inputs.items()})
@@ -131,7 +127,6 @@ def fit(folder: Path, model: Any, optimizer: Any, batches: Any, cache: Any = Non
     ids=["plain", "accumulates", "all"],
 )
 def test_a_trainer_has_the_losses_of_the_plain_model(tmp_path: Path, options: dict[str, Any]) -> None:
-    """With clipped gradients and a scheduler; also in bfloat16 with accumulation and checkpointing."""
     tokens, per_step = tokens_of(), options.get("gradient_accumulation_steps", 1)
     model = converted(data := data_of(tmp_path, tokens))
     with opened(tmp_path, data, model=model, optimizer=optimizer_of(model)) as cache:
@@ -149,7 +144,6 @@ def test_a_trainer_has_the_losses_of_the_plain_model(tmp_path: Path, options: di
 
 @pytest.fixture
 def one_rank() -> Any:
-    """A process group of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -158,7 +152,6 @@ def one_rank() -> Any:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_sharded_backbone_has_the_losses_of_the_plain_model(tmp_path: Path, whole: bool) -> None:
-    """FSDP2 by layer, with recomputed activations; the table is left out, or the model is sharded whole."""
     tokens = tokens_of()
     model = converted(data := data_of(tmp_path, tokens))
     batches = list[Any]()
@@ -178,7 +171,6 @@ def test_a_sharded_backbone_has_the_losses_of_the_plain_model(tmp_path: Path, wh
 
 
 def run(folder: Path, *options: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
-    """Train in a process of its own, or in so many of torchrun."""
     folder.mkdir(exist_ok=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     command = [sys.executable, *launcher, "-m", "tests.stacks.qwen4", str(folder), *options]
@@ -208,7 +200,6 @@ def test_two_ranks_have_the_losses_of_the_plain_model(tmp_path: Path, part: str)
 
 
 def ended(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the rows of a store and the weights beside it."""
     found = dict(torch.load(folder / "rank-0.pt")[2])
     with tc.Store.open(folder / "store", mode="r") as store:
         assert store.commit is not None
@@ -244,11 +235,9 @@ class Compact(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight, which transformers asks for its device."""
         return self.rows.weight
 
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the rows of keys."""
         return self.rows(torch.searchsorted(self.keys, keys.contiguous()))  # type: ignore[no-any-return]
 
 
@@ -357,7 +346,6 @@ def test_the_example_trains_with_equal_losses(tmp_path: Path, rows: str, columns
 def test_the_recipe_of_the_documentation_trains_the_released_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it is on the page: by a loop, then by a Trainer, with accumulation, checkpointing and bfloat16."""
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "language_models.md").read_text()
     blocks = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)

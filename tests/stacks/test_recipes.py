@@ -23,7 +23,6 @@ PACKAGES = {"Lightning": "lightning", "Transformers": "transformers", "Accelerat
 
 @pytest.fixture
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The names with which every page begins, in a folder with two datasets."""
     monkeypatch.chdir(tmp_path)
     # Transformers takes the folder ``kernels`` of this repository for a package
     monkeypatch.setattr(sys, "path", [one for one in sys.path if one and Path(one).resolve() != PAGE.parents[1]])
@@ -42,14 +41,12 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
 
 def test_every_stack_has_a_recipe() -> None:
-    """And no other block of the page is left out."""
     assert RECIPES.keys() == PACKAGES.keys()
     assert PAGE.read_text().count("```py\n") == len(RECIPES)
 
 
 @pytest.mark.parametrize("stack", PACKAGES)
 def test_a_recipe_trains_all_passes(names: dict[str, Any], stack: str) -> None:
-    """The code runs unchanged and commits the last pass."""
     pytest.importorskip(PACKAGES[stack], reason=f"{stack} is not installed: make test-stacks")
     exec(compile(RECIPES[stack], str(PAGE), "exec"), names)
     (path,) = [one for one in Path.cwd().iterdir() if one.suffix == ".tc"]

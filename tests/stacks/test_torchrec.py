@@ -35,7 +35,6 @@ ROW_OPTIMIZERS = {
 
 
 def schema_of(optimizer: str = "SGD", weights: str | None = None) -> tc.Schema:
-    """Return the tables of the collections."""
     return tc.Schema(
         features=tuple(
             tc.Feature(name=name, table=table, hotness="ragged", weights=weights and f"{name}_{weights}")
@@ -51,7 +50,6 @@ def schema_of(optimizer: str = "SGD", weights: str | None = None) -> tc.Schema:
 
 
 def bags(*, weighted: bool = False, device: str = "cpu") -> Any:
-    """Return torchrec's collection; it weights sums alone."""
     configs = [
         EmbeddingBagConfig(
             name=name,
@@ -66,7 +64,6 @@ def bags(*, weighted: bool = False, device: str = "cpu") -> Any:
 
 
 def model_of(device: str = "cpu") -> Any:
-    """Return the published model of torchrec."""
     torch.manual_seed(1)
     return DLRM(bags(device=device), DENSE, [16, DIM], [16, 1])
 
@@ -84,7 +81,6 @@ def loader_of(p: int) -> list[tuple[torch.Tensor, Any, torch.Tensor]]:
 
 
 def write_keys(path: Path, optimizer: str) -> None:
-    """Write the key sets of all passes."""
     sets: list[dict[str, Any]] = []
     for p in range(PASSES):
         of_pass = [kjt.to_dict() for _, kjt, _ in loader_of(p)]
@@ -98,14 +94,12 @@ def write_keys(path: Path, optimizer: str) -> None:
 
 
 def optimizer_of(name: str, parameters: Any, rate: float) -> torch.optim.Optimizer:
-    """Return torch's."""
     if name == "Adagrad":
         return torch.optim.Adagrad(parameters, lr=rate, initial_accumulator_value=0.1)
     return torch.optim.SGD(parameters, lr=rate)
 
 
 def step(logits: torch.Tensor, label: torch.Tensor, *optimizers: torch.optim.Optimizer) -> float:
-    """Train a batch."""
     loss = nn.functional.binary_cross_entropy_with_logits(logits.squeeze(1), label)
     loss.backward()
     for optimizer in optimizers:
@@ -137,7 +131,6 @@ def ours(folder: Path, optimizer: str, *, dies: bool) -> tuple[dict[int, float],
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
 def test_the_published_model_gives_the_numbers_that_it_gave(tmp_path: Path, optimizer: str) -> None:
-    """Over 200 steps with a quarter of the rows on the device, through a kill; and again from its rows."""
     write_keys(tmp_path / "passes", optimizer)
     child = multiprocessing.get_context("spawn").Process(target=ours, args=(tmp_path, optimizer), kwargs={"dies": True})
     child.start()
@@ -163,7 +156,6 @@ def test_the_published_model_gives_the_numbers_that_it_gave(tmp_path: Path, opti
 
 
 def test_collections_return_what_they_returned(tmp_path: Path) -> None:
-    """Weighted bags and single vectors, with torchrec's types and names, in training and for serving."""
     torch.manual_seed(0)
     plain = EmbeddingCollection(
         tables=[
@@ -194,7 +186,6 @@ def test_collections_return_what_they_returned(tmp_path: Path) -> None:
 
 
 def same(mine: Any, other: Any, rows: dict[str, Any], other_rows: dict[str, Any]) -> None:
-    """Compare a KeyedTensor, and JaggedTensors by name."""
     assert isinstance(mine, KeyedTensor)
     assert mine.keys() == other.keys()
     torch.testing.assert_close(mine.values(), other.values())

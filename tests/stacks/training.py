@@ -22,37 +22,31 @@ EPOCHS, STEPS, MAX_NORM = 2, 24, 0.05
 
 
 def opened(folder: Path, name: str) -> tc.TierCache:
-    """Open a cache on the dataset in ``folder``."""
     data = tc.PassDataset.open(folder / "passes")
     return tc.TierCache(folder / name, data, device_budget="1MiB", host_budget="64MiB", progress=False)
 
 
 def model_of(cache: tc.TierCache) -> nn.Module:
-    """Return the model with its first weights."""
     torch.manual_seed(1)
     return Net(cache, CASE)
 
 
 def optimizer_of(cache: tc.TierCache, model: nn.Module) -> Any:
-    """Register a model with its optimizer, and return what a loop steps."""
     cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
     return cache.optimizer
 
 
 def scheduler_of(cache: tc.TierCache) -> Any:
-    """Return a scheduler that the cache commits."""
     scheduler = torch.optim.lr_scheduler.StepLR(cache.optimizer, step_size=5, gamma=0.8)
     cache.register(scheduler=scheduler)
     return scheduler
 
 
 def batches_of(cache: tc.TierCache) -> Any:
-    """Return the loader."""
     return cache.batches(CASE.batch, epochs=EPOCHS, shuffle=True)
 
 
 def loss_of(model: Any, batch: tc.Batch) -> torch.Tensor:
-    """Return the loss."""
     return nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
 
 
@@ -91,7 +85,6 @@ def ended(path: Path, model: nn.Module, cache: tc.TierCache) -> dict[str, torch.
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """Compare bits; all passes are committed."""
     assert ours["trained"].tolist() == [EPOCHS * CASE.num_samples // CASE.pass_rows, 0]
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():

@@ -49,7 +49,6 @@ FOLDER = Path(__file__).with_name("__pycache__")
 
 @functools.cache
 def _compiler() -> str:
-    """Return the compiler's identity, and the headers that the sources include."""
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
     return "\n".join([version, *FLAGS, *CHECKED, *(path.read_text() for path in sorted(HEADER.parent.glob("*.h")))])
 
@@ -122,11 +121,9 @@ class ShimDevice:
         self._order, self._seed, self._changed, self._flush = ORDERS.index(order), seed, changed, flush
 
     def place(self, array: Any) -> NDArray[Any]:
-        """Return a copy of an array in guarded memory."""
         return self.memory.place(np.ascontiguousarray(array))
 
     def empty(self, size: int, dtype: DTypeLike) -> NDArray[Any]:
-        """Return an array of garbage in guarded memory."""
         return self.memory.empty((size,), dtype)
 
     def describe(self, array: Any) -> View | None:
@@ -134,19 +131,15 @@ class ShimDevice:
         return describe(array, "__array_interface__")
 
     def put(self, table: NDArray[Any]) -> NDArray[Any]:
-        """Return a copy of the bytes of a table in guarded memory."""
         return self.place(table.reshape(-1).view(np.uint8))
 
     def table(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Make a copy each time."""
         return self.put(array)
 
     def read(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Return a copy of an array."""
         return array.copy()
 
     def sort(self, keys: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Sort in guarded memory."""
         order = np.argsort(keys, kind="stable")
         return self.place(keys[order]), self.place(order)
 
@@ -181,7 +174,6 @@ class ShimDevice:
         self.memory.check()
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return an array of garbage in guarded memory, of any shape."""
         return self.memory.empty(shape, dtype)
 
     def large(self, rows: int, width: int) -> NDArray[np.float32]:
@@ -189,7 +181,6 @@ class ShimDevice:
         return reserved(rows, width)
 
     def close(self) -> None:
-        """Free the arrays."""
         self.memory.close()
 
 
