@@ -6,8 +6,6 @@ python -m tests.gpu [--part kernels|training|recovery|memcheck|racecheck] [pytes
 kernel for all architectures (where CuPy and NVRTC are installed) and runs kernels and training through the shim.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -5,8 +5,6 @@ batches with torch's dense optimizer, which moves every row in every step, and w
 of the batch. The loss is on held-out clicks.
 """
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The lowest version of every requirement of the package, as constraints for pip: python -m tests.lowest."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

@@ -1,16 +1,11 @@
 """The peak memory of a process that is not backed by files."""
 
-from __future__ import annotations
-
 import multiprocessing
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def anonymous_bytes() -> int:

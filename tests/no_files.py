@@ -1,16 +1,11 @@
 """Objects other than files in place of a small file."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+from pathlib import Path
 
 
 def a_socket(path: Path) -> None:

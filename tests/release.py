@@ -4,8 +4,6 @@ python -m tests.release [--publish] [--out DIR]. With ``--publish``, as in the w
 the project's URLs and a version that is not that of the tag are errors too. The archives stay in ``--out`` (dist/).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

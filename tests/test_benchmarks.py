@@ -1,13 +1,12 @@
 """The benchmarks run, write all promised figures, and their deterministic figures are right."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +18,6 @@ from benchmarks.kernel_cases import OPTIMIZERS
 from benchmarks.machine import Goal
 from benchmarks.out_of_core import fewest_rows_read, means
 from benchmarks.synthetic_case import MODELS, TINY, Data
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 pytestmark = pytest.mark.disk
 
@@ -105,7 +101,7 @@ def test_a_flipped_bit_of_a_store_is_without_effect_or_refused(tmp_path: Path) -
     assert found["silent"] == found["tracebacks"] == found["crashes"] == 0
 
 
-def test_a_flip_that_shows_another_row_is_silent_and_one_that_ends_the_process_a_crash(
+def test_flips_that_show_another_row_or_end_the_process_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row that the store should have in another version, an unread tail of a file, something that is not a file."""
@@ -265,9 +261,7 @@ def test_tables_of_language_models_keep_their_plan_and_their_bits(tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "tables", "inputs", "lookups", "gib"), [("tiny", 55, 58, 85, 4.19), ("small", 107, 116, 377, 26.29)]
 )
-def test_the_synthetic_models_are_those_that_were_published(
-    name: str, tables: int, inputs: int, lookups: int, gib: float
-) -> None:
+def test_the_synthetic_models_are_as_published(name: str, tables: int, inputs: int, lookups: int, gib: float) -> None:
     model = MODELS[name]
     assert (model.num_tables, model.num_inputs, model.lookups) == (tables, inputs, lookups)
     assert round(model.weight_bytes / 2**30, 2) == gib

@@ -1,7 +1,5 @@
 """The name of the distribution: one constant in every hint; and another project with the name of our package."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Blocks of a page share their names, in order. All of them run, except blocks without a language.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

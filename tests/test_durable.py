@@ -1,9 +1,8 @@
 """Every file of a finished dataset or export was synced after its last write, and its folder was synced."""
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,9 +11,6 @@ import pytest
 
 import tiercache as tc
 from tests.io.test_overlay import trained
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Synced = set[tuple[int, int]]
 

@@ -1,7 +1,5 @@
 """The errors that users catch, in one module."""
 
-from __future__ import annotations
-
 from tiercache import errors
 from tiercache.kernels.cuda import cupy_device as cuda
 

@@ -1,7 +1,5 @@
 """The examples run and keep their promises."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """benchmarks.gpu runs its parts under limits and keeps each one's results; benchmarks.gpu_idle counts calls."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -96,7 +94,7 @@ def bad_part(_machine: Any, keep: gpu.Keep) -> None:
     raise ValueError("no such GPU")
 
 
-def test_a_part_that_is_cut_keeps_what_it_found_and_ends_what_it_started(
+def test_a_part_that_is_cut_keeps_its_results_and_ends_its_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(gpu.PARTS, "env", gpu.Part(cut_part, 2))

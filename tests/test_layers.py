@@ -1,21 +1,16 @@
 """Borders of the package: no circle of imports between packages nor inside store and rows, one name for one module."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib.util
 import inspect
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 import tiercache
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 FOLDER = Path(tiercache.__file__).parent
 TWINS = {"tiercache.kernels.cpu", "tiercache.kernels.cuda"}

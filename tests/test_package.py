@@ -1,7 +1,5 @@
 """The package as installed: wheel and sdist hold kernels and store, and imports are light."""
 
-from __future__ import annotations
-
 import email
 import hashlib
 import importlib

@@ -1,10 +1,8 @@
 """Kernels are compiled only if they are called, and not before budgets are known to be enough."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -13,9 +11,6 @@ import pytest
 
 import tiercache as tc
 from tiercache.errors import BudgetError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SCHEMA = 'label = { column = "clicked" }\ndefaults = { dim = 16 }\n[features.user]\n[features.item]\nkey = "string"\n'
 EXTRACTION = """
@@ -56,7 +51,7 @@ def test_an_extraction_compiles_the_kernels_that_it_calls(clicks: Path) -> None:
     assert not TRAINING & {*names}
 
 
-def test_a_device_budget_that_is_too_small_is_refused_before_kernels_are_compiled(
+def test_too_small_a_device_budget_is_refused_before_kernels_compile(
     clicks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first training of a machine compiles for a minute; a wrong number costs none of it, and leaves no store."""

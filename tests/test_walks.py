@@ -1,7 +1,5 @@
 """Walks stay short: a budget, a step, a key and a row enter few files and functions."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.walks import Walk, walk_store, walk_training

@@ -4,8 +4,6 @@
 comprehensions and code outside the package are not counted.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import gc
@@ -13,9 +11,11 @@ import inspect
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,10 +25,6 @@ from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.store import NEVER, Cursor, Range, SegmentLayout, Store, Table, hash_keys
 from tiercache.store.files import huge_pages
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
 
 PACKAGE = Path(tc.__file__).parent
 DEVICE_BUDGET = 41_943_049
@@ -61,7 +57,7 @@ class Walk:
     def files(self) -> list[str]:
         return list(dict.fromkeys(call.file for call in self.calls))
 
-    def inside(self, folder: str) -> Walk:
+    def inside(self, folder: str) -> "Walk":
         return Walk(self.name, [call for call in self.calls if call.file.startswith(folder)])
 
     def entries(self, file: str) -> list[str]:

@@ -1,7 +1,5 @@
 """Five models in the layouts that people publish train out of core by a few more lines, with the losses of torch."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """``tiercache estimate``."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

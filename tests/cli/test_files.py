@@ -1,8 +1,6 @@
 """``tiercache export`` and ``import``."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,9 +10,6 @@ from tests.cli.command import error_of, invoke, run, told
 from tests.io.cases import all_tables, expected_after, filled, random_rows, rows_of
 from tests.train.cases import table
 from tiercache.store import Store
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SCHEMA = """
 [features.f]

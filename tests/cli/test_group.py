@@ -1,12 +1,11 @@
 """Rules for every command of the group, and `info` and `verify` of stores and datasets."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +18,6 @@ from tests.files import flip
 from tests.io.cases import filled
 from tiercache.cli import app, main
 from tiercache.kernels.cpu import compile as kernels
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 SCHEMA = """
 [label]
@@ -280,7 +275,7 @@ def failing(error: BaseException) -> Callable[..., Any]:
         (ValueError("a message\nof two lines"), "a message of two lines"),
     ],
 )
-def test_what_may_be_expected_is_a_sentence_and_no_traceback(
+def test_expected_errors_are_sentences(
     folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, words: str
 ) -> None:
     """For any error of the system, and Ctrl-C; a defect keeps its traceback."""
@@ -354,9 +349,7 @@ EXTRACT_ALL = ("extract", "part-0.parquet", "--schema", "schema.toml", "--device
         ((*EXTRACT_ALL, "part-1.parquet"), "part-1.parquet is not a directory"),
     ],
 )
-def test_an_option_of_the_other_kind_or_of_no_sense_is_refused(
-    folder: Path, arguments: tuple[str, ...], message: str
-) -> None:
+def test_an_option_that_makes_no_sense_is_refused(folder: Path, arguments: tuple[str, ...], message: str) -> None:
     assert message in error_of(*arguments)
     assert not (folder / "new").exists()
 

@@ -1,7 +1,5 @@
 """Real and generated data go through the commands as the pages show them; NumPy and pyarrow read the same."""
 
-from __future__ import annotations
-
 import re
 import tarfile
 from collections import Counter

@@ -1,10 +1,10 @@
 """The commands that read a store, by keys and by texts, and make commits of it."""
 
-from __future__ import annotations
-
 import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,10 +20,6 @@ from tests.store.world import World
 from tiercache.data.raw_batch import NULL_KEY, OOV_KEY
 from tiercache.store import Store
 from tiercache.store.reads import StoreReads
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -51,9 +47,7 @@ def test_lookup_shows_the_rows_of_keys(trained: tuple[Path, dict[int, World]], t
     assert str(key) in run("lookup", path, name, "--", key)
 
 
-def test_changes_are_counted_without_reading_rows(
-    trained: tuple[Path, dict[int, World]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changes_are_counted_unread(trained: tuple[Path, dict[int, World]], monkeypatch: pytest.MonkeyPatch) -> None:
     path, past = trained
     monkeypatch.delattr(StoreReads, "changes")
     found = told("changes", path, "--since", 2)
@@ -62,9 +56,7 @@ def test_changes_are_counted_without_reading_rows(
     assert "rows changed between commit 2 and commit 3" in run("changes", path, "--since", 2)
 
 
-def test_export_since_writes_the_rows_that_changed_and_no_import_takes_them_for_a_store(
-    trained: tuple[Path, dict[int, World]], tmp_path: Path
-) -> None:
+def test_an_export_since_a_commit_has_the_changed_rows(trained: tuple[Path, dict[int, World]], tmp_path: Path) -> None:
     path, past = trained
     done = told("export", path, tmp_path / "out", "--since", 2, "--format", "numpy")
     wanted = set(past[2].keys(3))
@@ -80,7 +72,7 @@ def test_export_since_writes_the_rows_that_changed_and_no_import_takes_them_for_
     assert not (tmp_path / "x").exists()
 
 
-def test_what_takes_long_says_how_far_it_is(
+def test_progress_is_told(
     trained: tuple[Path, dict[int, World]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lookups, exports and differences report progress in steps, up to the total."""
@@ -180,7 +172,7 @@ def test_a_commit_is_pinned_by_name_and_let_go(trained: tuple[Path, dict[int, Wo
         (["import", "PATH", "PATH/x", "--map", "user"], "--map is 'user': expected TABLE=TENSOR"),
     ],
 )
-def test_what_is_asked_wrongly_is_one_sentence(
+def test_a_wrong_request_is_one_sentence(
     trained: tuple[Path, dict[int, World]], arguments: list[str], words: str
 ) -> None:
     assert words in error_of(*(argument.replace("PATH", str(trained[0])) for argument in arguments))

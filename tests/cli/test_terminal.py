@@ -1,18 +1,12 @@
 """Control characters in cells, file names and table names are escaped in output."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.cli.command import error_of, run
 from tiercache.cli.output import Output, new_table, printable
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from rich.console import Console
 
 HOSTILE = {
     "window title": "\x1b]0;owned\x07",

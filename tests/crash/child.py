@@ -1,20 +1,16 @@
 """Work in forked processes that may die at any moment, and the messages they sent before."""
 
-from __future__ import annotations
-
 import json
 import os
 import select
 import signal
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from socket import socket
+from socket import socket
+from typing import Any
 
 _PATIENCE_SECONDS = 120.0
 """Processes that take longer are considered hung."""

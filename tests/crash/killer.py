@@ -1,22 +1,15 @@
 """The killer: kills a workload in one fresh folder after another, and counts the outcomes."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
 
-from tests.crash.outcome import FAILING, MOST_PROBLEMS, EnoughError, Outcome
-from tests.crash.schedule import Count
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.crash.child import Ended
-    from tests.crash.outcome import Found
-    from tests.crash.schedule import Death
+from tests.crash.child import Ended
+from tests.crash.outcome import FAILING, MOST_PROBLEMS, EnoughError, Found, Outcome
+from tests.crash.schedule import Count, Death
 
 
 class Workload(Protocol):
@@ -54,7 +47,7 @@ class Killer:
         """Seconds of a run without a kill."""
         self._seed, self._most_problems, self._notify, self._folders = seed, most_problems, notify, 0
 
-    def worker(self, number: int, notify: Callable[[], object]) -> Killer:
+    def worker(self, number: int, notify: Callable[[], object]) -> "Killer":
         folder, most = self.folder / f"worker-{number}", self._most_problems
         mine = Killer(folder, self.workload, seed=self._seed + 1 + number, most_problems=most, notify=notify)
         folder.mkdir()

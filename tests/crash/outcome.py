@@ -1,7 +1,5 @@
 """Results of many deaths: counts, problems, and the states of the stores."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +44,7 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
     """A message for each problem."""
 
-    def add(self, other: Outcome) -> None:
+    def add(self, other: "Outcome") -> None:
         self.counts.update(other.counts)
         self.wrong.update(other.wrong)
         self.stood.update(other.stood)

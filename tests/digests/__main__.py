@@ -3,8 +3,6 @@
 Update them only in a change that is meant to change bits, and say why in its commit.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

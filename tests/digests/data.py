@@ -4,22 +4,17 @@ A gradient that reaches rows is a small integer times a power of two, also after
 are 1, 2 or 4, weights of ids powers of two, and so is the number of samples of every batch on every rank.
 """
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 import tiercache as tc
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 PASSES, PASS_SAMPLES, BATCH = 4, 40, 16
 """A pass has batches of 16, 16 and 8 samples."""
@@ -115,7 +110,7 @@ class Column:
     weights: NDArray[np.float32]
 
     @classmethod
-    def of(cls, spec: Spec) -> Column:
+    def of(cls, spec: Spec) -> "Column":
         """Draw it: some keys come in every pass, others in few, and many are negative."""
         lengths = np.array([0, 1, 2, 4])[draw(f"{spec.name} lengths", SAMPLES, 4)]
         lengths = lengths if spec.length == 0 else np.full(SAMPLES, spec.length)

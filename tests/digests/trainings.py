@@ -8,28 +8,22 @@ same digests, too. One training, of one process, has gradients of rows that are 
 which they are added is checked as well.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
 from tests.digests import data
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from tiercache.dist.communicator import AnyCommunicator
+from tiercache.dist.communicator import AnyCommunicator
 
 PATH = Path(__file__).with_name("digests.json")
 """The committed digests, by training."""

@@ -1,19 +1,13 @@
 """Stores to export: tables of every optimizer, rows of any bits, and their contents."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 import tiercache as tc
 from tiercache.store import MemoryEngine, Store, Table, Uniform, Zeros, load_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from tiercache.store.optimizer import Optimizer
+from tiercache.store.optimizer import Optimizer
 
 FORMATS = ("numpy", "parquet", "safetensors", "hugectr", "torch")
 OPTIMIZERS: dict[str, Optimizer] = {

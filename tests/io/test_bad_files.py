@@ -1,17 +1,16 @@
 """Files and arrays that become stores; invalid ones get one error message, and no commit."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json
 import os
 import pickle
 import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,9 +26,6 @@ from tiercache.io.formats import ColumnFile
 from tiercache.io.key_set_file import read_key_set
 from tiercache.io.numpy_format import map_array
 from tiercache.store import MemoryEngine, Store
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 ITEM = table("item", 2, "adagrad")
 ROWS = random_rows([ITEM], [50])
@@ -104,7 +100,7 @@ def edit(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (lambda r: r["tables"].append(r["tables"][0]), "two tables are named 'item'"),
     ],
 )
-def test_listings_that_make_no_sense_are_refused(
+def test_bad_listings_are_refused(
     tmp_path: Path, exports: Path, change: Callable[[dict[str, Any]], None], sentence: str
 ) -> None:
     shutil.copytree(exports / "numpy", tmp_path / "out")

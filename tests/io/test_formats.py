@@ -1,11 +1,10 @@
 """Exports read by each format's own library; 16 bits in their dtype or in float32."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -22,9 +21,6 @@ from tiercache.io import exporting, parquet_format
 from tiercache.io.staging import check_space
 from tiercache.store import Adagrad, MemoryEngine, Store, Table, Uniform, hash_keys, load_rows
 from tiercache.store.bits import ITEM_BYTES, from_bits, nearest, to_bits
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ADAM, ADAGRAD = table("user", 3, "adam"), table("item", 2, "adagrad")
 
@@ -154,7 +150,7 @@ def test_a_hugectr_folder_from_elsewhere_is_imported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
-def test_a_state_dict_goes_straight_into_an_embedding(
+def test_a_state_dict_fits_an_embedding(
     tmp_path: Path, store: Store, numbers: dict, kind: type[torch.nn.Embedding]
 ) -> None:
     with pytest.warns(ImportExportWarning, match="cannot hold the optimizer state"):

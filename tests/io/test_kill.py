@@ -1,11 +1,9 @@
 """kill -9 in the middle of an export or import: no complete-looking result exists, and the same call succeeds."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +11,6 @@ import tiercache as tc
 from tests.crash.told import finish, start
 from tests.io.cases import FORMATS, all_tables, filled, random_rows, rows_of
 from tiercache.store import Store, info
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TABLES = all_tables()
 ROWS = random_rows(TABLES, [400, 300, 200, 100, 100])

@@ -1,11 +1,11 @@
 """Memory: exports and imports of more rows than fit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +16,6 @@ from tests.memory import Peak, run_alone
 from tests.store.big import BIG
 from tiercache.io import parquet_format
 from tiercache.store import Store, load_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.disk
 

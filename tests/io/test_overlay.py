@@ -1,17 +1,17 @@
 """Rows go back to the checkpoint that they began from: as an overlay, or merged into a copy of its file."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -24,11 +24,6 @@ from tiercache.io import overlay
 from tiercache.store.bits import nearest
 
 KEYS = np.array([3, 599, 600])
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 
 def trained(folder: Path, *, dtype: str = "bfloat16", keys: Any = (5, 17, 900, 1999), **tables: Any) -> Path:
@@ -90,9 +85,7 @@ def test_a_merged_file_is_the_checkpoint_with_these_rows(tmp_path: Path, dtype: 
         assert torch.equal(after[name], tensor)
 
 
-def test_an_overlay_is_of_one_commit_whatever_is_forgotten_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_overlay_is_of_one_commit_whatever_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and rows are read one after the other."""
     store, out, make = trained(tmp_path), tmp_path / "overlay.safetensors", overlay._new_file
     before, vectors = rows_of(store)

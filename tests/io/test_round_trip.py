@@ -1,7 +1,5 @@
 """Every bit survives store to files to store, in every format, against a dict; concurrent writes are refused."""
 
-from __future__ import annotations
-
 import tempfile
 import threading
 import warnings
@@ -39,9 +37,7 @@ from tiercache.store import MemoryEngine, Store
     seed=st.integers(0, 99),
     memory_bytes=st.sampled_from([2_000, 1 << 20]),
 )
-def test_every_bit_survives_a_round_trip(
-    format_: str, shapes: list[tuple[int, str, int]], seed: int, memory_bytes: int
-) -> None:
+def test_all_bits_come_back(format_: str, shapes: list[tuple[int, str, int]], seed: int, memory_bytes: int) -> None:
     """Any tables, dims and optimizers; state that the format cannot store starts over, with a warning."""
     tables = [table(f"t{i}", dim, optimizer) for i, (dim, optimizer, _) in enumerate(shapes)]
     rows = random_rows(tables, [count for _, _, count in shapes], seed)
@@ -63,9 +59,7 @@ def test_every_bit_survives_a_round_trip(
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_rows_without_their_state_are_exported_and_imported_where_that_is_asked_for(
-    tmp_path: Path, format_: str
-) -> None:
+def test_rows_without_their_state_are_exported_and_imported_on_request(tmp_path: Path, format_: str) -> None:
     """Files then have no state, no warning is given, and the import needs permission to use initial values."""
     tables = all_tables()
     rows = random_rows(tables, [20] * 5)

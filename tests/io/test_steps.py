@@ -1,12 +1,10 @@
 """The count of steps is exported with rows that depend on it, Adam's and 16-bit ones, and is imported again."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
 import warnings
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,9 +18,6 @@ from tests.train.cases import Case, Spec, table, tiered, train
 from tiercache.cli import app
 from tiercache.errors import ImportExportError, ImportExportWarning
 from tiercache.store import MemoryEngine, Store, load_rows
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ADAM = table("a", 4, tc.optim.Adam(learning_rate=0.01))
 PLAIN = table("b", 4)

@@ -1,24 +1,19 @@
 """Batches for the kernels' tests, and the lookups in slow obvious NumPy."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.kernels.machines import Cpu, Cuda
 from tests.kernels.shim.device import ORDERS, device_for
 from tiercache.kernels.cpu.kernel_threads import set_threads, threads
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
 
 DTYPES = ("bfloat16", "float16")
 DIMS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 48, 49, 63, 64, 65, 80, 100, 113, 127, 128, 130)

@@ -1,7 +1,5 @@
 """Resources of a cubin's kernels: registers per thread, and stack bytes, to which registers spill."""
 
-from __future__ import annotations
-
 import struct
 from typing import NamedTuple
 

@@ -1,24 +1,17 @@
 """A GPU for the parity tests, with the shim's calls in addition to a device's."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import DTypeLike, NDArray
 
+from tiercache.kernels.cuda.cupy_device import CudaDevice
+from tiercache.kernels.cuda.launch import Argument
 from tiercache.rows.backends.cuda_runtime import open_runtime
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import DTypeLike, NDArray
-
-    from tiercache.kernels.cuda.cupy_device import CudaDevice
-    from tiercache.kernels.cuda.launch import Argument
-
 
 _SPARE_BYTES = 1 << 30
 

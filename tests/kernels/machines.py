@@ -1,11 +1,10 @@
 """Machines that run the kernels: the CPU, or the CUDA sources on a device, with the same calls and arguments."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike, NDArray
 
 from tiercache.kernels.arrays import NONE_I8, View
 from tiercache.kernels.cpu import gathering, initial, key_index, pooling, rounding, rows, sorting, update
@@ -17,13 +16,8 @@ from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
 from tiercache.kernels.cuda.sorting import STRETCH, Runs, sort_groups
 from tiercache.kernels.cuda.update import update_many
 from tiercache.kernels.pieces import Pieces
-from tiercache.kernels.step import Gradients, Vectors
+from tiercache.kernels.step import Gradients, Step, Vectors
 from tiercache.store.bits import from_bits, to_bits
-
-if TYPE_CHECKING:
-    from numpy.typing import DTypeLike, NDArray
-
-    from tiercache.kernels.step import Step
 
 F4 = np.float32
 

@@ -1,14 +1,7 @@
 """Random words, rounding and orders in slow obvious Python: the definitions of docs/format/bits.md."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+from numpy.typing import NDArray
 
 MASK, ALL = 0xFFFFFFFF, (1 << 64) - 1
 AWKWARD = (

@@ -1,7 +1,5 @@
 """Compilation: progress, cache, one set of types."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

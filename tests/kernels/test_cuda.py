@@ -1,7 +1,5 @@
 """The CUDA device without a GPU: code for every architecture, its cache, and clear errors for missing parts."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import sys

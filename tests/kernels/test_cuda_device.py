@@ -1,14 +1,14 @@
 """The calls of the device to CuPy: a stand-in for CuPy runs the launches on the shim."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from tests.kernels.cases import same_bits
 from tests.kernels.machines import Cpu
@@ -22,11 +22,6 @@ from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
 from tiercache.kernels.cuda.sorting import sort_groups
 from tiercache.kernels.cuda.update import update_many
 from tiercache.kernels.step import Gradients, Step, Vectors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
 
 STREAM = 0x5EA
 

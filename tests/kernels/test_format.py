@@ -1,7 +1,5 @@
 """Hashes and random words whose bits must not drift: values of docs/format/bits.md, and published ones."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Initial rows from a counter-based generator."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -33,7 +31,7 @@ KNOWN = [
 
 
 @pytest.mark.parametrize(("counter", "key", "wanted"), KNOWN)
-def test_philox_gives_the_published_answers(
+def test_philox_is_as_published(
     counter: tuple[int, int, int, int], key: tuple[int, int], wanted: tuple[int, ...]
 ) -> None:
     """The slow definition, which rows' words are compared with."""

@@ -1,7 +1,5 @@
 """The kernel benchmark's times on a simulated GPU: a queue of work, and a clock that only work advances."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,7 @@
 """The key index, on every machine, against a dict."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +13,6 @@ from tests.kernels.shim.device import ORDERS, ShimDevice, device_for
 from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.key_index import KeyIndex, KeySet, Missing, bytes_for
 from tiercache.kernels.cuda import key_index as cuda_key_index
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MIN = -(2**63)
 TABLE_IDS = np.array([7, 2**63 + 11, 7 ^ 5], np.uint64)

@@ -1,7 +1,5 @@
 """Kernels for the keys of a dump: the same bits as NumPy's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,9 +18,7 @@ from tiercache.store import key_map as by_numpy
     sizes=st.sampled_from([(0, 9, 7, 2), (3, 5, 11, 2), (9, 17, 7, 3), (14, 18, 14, 4)]),
     distinct=st.sampled_from([3, 1 << 32]),
 )
-def test_entries_are_those_of_numpy(
-    seed: int, rows: list[int], sizes: tuple[int, int, int, int], distinct: int
-) -> None:
+def test_entries_are_as_numpys(seed: int, rows: list[int], sizes: tuple[int, int, int, int], distinct: int) -> None:
     first_rows = np.append(0, np.cumsum(rows))
     lows = np.random.default_rng(seed).integers(0, distinct, int(first_rows[-1]), np.uint64).astype(np.uint32)
     if not lows.size:

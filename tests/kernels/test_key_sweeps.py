@@ -1,7 +1,5 @@
 """Keys over passes: next and last uses, searches in hash order, slots of the next pass, and the rank of each key."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -107,7 +105,7 @@ def by_gap(distances: np.ndarray) -> np.ndarray:
 
 
 @given(next_pass())
-def test_rows_take_spare_slots_first_and_then_those_that_depart_in_the_order_of_their_dump(
+def test_rows_take_spare_slots_and_then_those_of_departing_rows(
     given: tuple[np.ndarray, ...],
 ) -> None:
     """Kept rows stay in place, in the order of both sides; unused slots become spare again."""

@@ -1,7 +1,5 @@
 """Arrays of more than 2^31 elements: without a GPU space is reserved, and only used pages take memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

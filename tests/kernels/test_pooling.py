@@ -1,7 +1,5 @@
 """Lookups: gather and pool, on every machine and from rows of every dtype."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any
@@ -76,9 +74,7 @@ def test_one_id_per_sample_copies_its_row(kind: str, case: Bags, dtype: str, tur
 @every_machine
 @settings(max_examples=100, deadline=None)
 @given(case=bags(), dtype=ALL_DTYPES, turn=TURNS, ids_dtype=ID_DTYPES)
-def test_bags_pool_like_the_obvious_loop_bit_for_bit(
-    kind: str, case: Bags, dtype: str, turn: int, ids_dtype: type
-) -> None:
+def test_bags_pool_like_the_obvious_loop(kind: str, case: Bags, dtype: str, turn: int, ids_dtype: type) -> None:
     """Sum, mean and max, weights, empty bags: sums are in the order of entries, so bits agree.
 
     entry_offset, entry_scale and argmax give the location of gradients.

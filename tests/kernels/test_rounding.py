@@ -1,7 +1,5 @@
 """Steps of 16-bit rows: stochastic rounding with float32 intermediates; and numbers below 2^-126, which are kept."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,9 +1,8 @@
 """Rows between slots and pieces, on every machine."""
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +16,6 @@ from tiercache.kernels.arrays import View
 from tiercache.kernels.cpu.rows import pack
 from tiercache.kernels.cuda.rows import pack as cuda_pack
 from tiercache.kernels.pieces import Pieces
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def pieces_of(sizes: list[int], width: int, distance: int) -> tuple[np.ndarray, np.ndarray, int]:

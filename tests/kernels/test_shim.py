@@ -1,7 +1,5 @@
 """The shim finds the errors it is meant to find: each is planted, and would go unseen without it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -112,9 +110,7 @@ def test_a_write_beside_an_array_that_hits_no_guard_is_caught() -> None:
         ("not_in_its_mask", "random", "whose mask does not name it"),
     ],
 )
-def test_an_index_outside_shared_memory_and_threads_at_different_places_are_told(
-    kernel: str, order: str, said: str
-) -> None:
+def test_an_index_outside_shared_memory_and_parted_threads_are_told(kernel: str, order: str, said: str) -> None:
     """Half a block at a barrier, a lane missing from a mask: no test hangs."""
     with pytest.raises(KernelError, match=said):
         run(kernel, order)

@@ -1,7 +1,5 @@
 """The order of shuffled samples: a permutation whose ranges are computed independently, and that shuffles well."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

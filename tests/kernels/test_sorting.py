@@ -1,13 +1,12 @@
 """The stable sort of a step's entries by slot, on every machine."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import DTypeLike, NDArray
 
 from tests.kernels.cases import every_machine, machine
 from tests.kernels.machines import Cuda
@@ -16,9 +15,6 @@ from tiercache.kernels.arrays import View
 from tiercache.kernels.cpu import sorting
 from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
 from tiercache.kernels.cuda.sorting import sort_groups
-
-if TYPE_CHECKING:
-    from numpy.typing import DTypeLike, NDArray
 
 ALL_SLOTS = 2**31 - 1
 
@@ -32,7 +28,7 @@ ALL_SLOTS = 2**31 - 1
     skew=st.sampled_from([1, 8]),
     turn=st.integers(0, 2),
 )
-def test_entries_come_by_slot_and_within_it_in_batch_order(
+def test_entries_are_sorted_stably(
     kind: str, seed: int, sizes: list[int], num_slots: int, skew: int, turn: int
 ) -> None:
     """Like NumPy's stable argsort, for any number of groups, slots and threads, and sizes around a task's."""

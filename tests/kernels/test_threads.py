@@ -1,7 +1,5 @@
 """Threads of kernels: next to torch's, after a fork, and idle when a call has ended."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -9,14 +7,11 @@ import sys
 import threading
 import time
 import warnings
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 
 from tiercache.kernels.cpu import kernel_threads
-
-if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
 
 PROGRAM = """
 import torch
@@ -136,7 +131,7 @@ def test_nobody_works_on_where_a_thread_could_not_be_had(monkeypatch: pytest.Mon
             self.given = 1
             return pool.submit(*what)  # type: ignore[arg-type]
 
-    one: ThreadPoolExecutor = OneThread()  # type: ignore[assignment]
+    one: Any = OneThread()
     monkeypatch.setattr(kernel_threads, "_helpers", lambda _: one)
     with pytest.raises(RuntimeError, match="new thread"):
         kernel_threads.on_all_cores(work, 3, [("",)])

@@ -1,11 +1,11 @@
 """Bytes that the kernels of a step read and write, against the necessary ones."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.kernels.machines import Cuda
 from tests.kernels.shim.device import ShimDevice
@@ -15,11 +15,6 @@ from tiercache.kernels.cuda.gathering import Gathered, Mapped, gather
 from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
 from tiercache.kernels.cuda.sorting import LookupPositions, SortPlan
 from tiercache.kernels.step import Gradients, Step
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from numpy.typing import NDArray
 
 TABLES, ROWS, SAMPLES, DIM = 10, 6_562, 410, 128
 """The goal's step (10 tables of 1.68 million rows, 1,048,570 ids, power law of 1.05) with 1 of 256 rows and ids."""

@@ -1,14 +1,12 @@
 """Uniqueness: slots, their inverse and wire order; keys with their numbers, counts and hash order."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray  # noqa: TC002
+from numpy.typing import NDArray
 
 from tests.kernels.cases import use_threads
 from tiercache.kernels.cpu import unique_keys
@@ -117,9 +115,7 @@ def add(unique: UniqueKeys, keys: NDArray[np.int64]) -> NDArray[np.int32]:
 
 @settings(max_examples=150, deadline=None)
 @given(calls=st.lists(KEYS, min_size=1, max_size=4), forgotten=KEYS, parts=st.sampled_from([1, 2, 8]))
-def test_unique_keys_come_in_hash_order_with_their_counts(
-    calls: list[list[int]], forgotten: list[int], parts: int
-) -> None:
+def test_unique_keys_are_in_hash_order_with_counts(calls: list[list[int]], forgotten: list[int], parts: int) -> None:
     """Removed keys are as if they had never been added; every number has the position of its key."""
     unique, numbers, given_keys = UniqueKeys(12345, parts), [], []
     for call in calls:

@@ -1,15 +1,15 @@
 """The optimizer step of a batch's rows, on every machine and of rows of every dtype."""
 
-from __future__ import annotations
-
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.kernels.cases import DIMS, DTYPES, Bags, bags, every_machine, machine, machines, same_bits
 from tests.kernels.machines import Cpu, Cuda
@@ -21,11 +21,6 @@ from tiercache.kernels.step import NO_ROUNDING, Gradients, Rule, Step, Vectors, 
 from tiercache.rows.backends import optimizer_step
 from tiercache.store.bits import from_bits
 from tiercache.store.optimizer import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, RowWiseAdam, RowWiseRMSprop
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
 
 F4 = np.float32
 BY_DECAY: dict[str, Callable[[float], Optimizer]] = {
@@ -119,7 +114,7 @@ def hot_bags(modes: tuple[int, ...], *, weighted: bool) -> Bags:
     decay=st.sampled_from((0.0, 0.01)),
     turn=st.integers(0, 2),
 )
-def test_a_step_of_bags_is_the_sum_of_all_gradients_then_one_update(
+def test_a_step_sums_all_gradients_and_updates_once(
     kind: str, case: Bags, optimizer: str, decay: float, turn: int
 ) -> None:
     """Every optimizer, any dim, sum, mean and max mixed, weights, empty bags, with and without decay.
@@ -251,7 +246,7 @@ def test_one_hot_row_takes_all(kind: str) -> None:
     size=st.sampled_from((1, 50, 3000, 20_000)),
     hot=st.booleans(),
 )
-def test_bits_depend_on_neither_threads_nor_slots(
+def test_bits_are_those_of_any_threads_and_slots(
     kind: str, optimizer: str, dim: int, decay: float, seed: int, size: int, *, hot: bool
 ) -> None:
     """The same batch on one thread and on two, or one SM and three, and with rows in other slots."""

@@ -1,12 +1,11 @@
 """Launches of the CUDA update: with several groups, several lookups, and more parts than fit into one."""
 
-from __future__ import annotations
-
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.kernels.cases import Bags, machine, machines, same_bits
 from tests.kernels.machines import Cuda
@@ -17,9 +16,6 @@ from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
 from tiercache.kernels.cuda.launch import most_parts, struct, view
 from tiercache.kernels.cuda.sorting import LookupPositions, SortPlan
 from tiercache.kernels.step import NO_ROUNDING, Rule, Step, make_rounding
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 def test_groups_of_different_dims_and_widths_step_in_a_launch_each_on_cuda() -> None:
@@ -53,9 +49,7 @@ def test_groups_of_different_dims_and_widths_step_in_a_launch_each_on_cuda() -> 
 
 
 @pytest.mark.parametrize(("optimizer", "kernel"), [("sgd", "sgd"), ("rowwise", "rowwise_adagrad")])
-def test_gradients_between_multiples_of_16_bytes_are_read_by_the_quick_kernels_on_cuda(
-    optimizer: str, kernel: str
-) -> None:
+def test_gradients_between_multiples_of_16_bytes_take_the_quick_kernels_on_cuda(optimizer: str, kernel: str) -> None:
     """A column from another table with a single number misaligns most samples; the bits equal the CPU's."""
     rng, dim, samples = np.random.default_rng(1), 16, 90
     slots, wide = rng.integers(0, 9, samples).astype(np.int32), rng.standard_normal((samples, dim + 1)).astype(F4)

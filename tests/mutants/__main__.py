@@ -7,22 +7,18 @@ a fault, where they must pass, then with one at a time. Exit status 1 if a fault
 applies or a test fails without one. About 20 minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.mutants.checkout import ROOT, Checkout
 from tests.mutants.fault import Fault, FaultError, read_faults, tests_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 UNCHANGED_SECONDS, FAULT_SECONDS = 3600, 600
 

@@ -1,7 +1,5 @@
 """A copy of the checkout, in which tests run."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -9,12 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ROOT = Path(__file__).parents[2]
 _PYTEST = ("-m", "pytest", "-x", "-rfE", "--tb=short", "-m", "not long", "-p", "no:cacheprovider")

@@ -1,16 +1,11 @@
 """Faults: one small change of a source file each, and the tests that must fail with it."""
 
-from __future__ import annotations
-
 import os
 import tomllib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 LIST = Path(__file__).with_name("faults.toml")
 

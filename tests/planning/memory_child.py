@@ -1,7 +1,5 @@
 """A training in a process with a memory limit of its initial memory plus the budgets: prints the passes trained."""
 
-from __future__ import annotations
-
 import resource
 import sys
 from pathlib import Path

@@ -1,9 +1,8 @@
 """The capacity curve and plans match the training's plan and measurements."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,13 +13,8 @@ from tiercache.planning.capacity import Capacity
 from tiercache.planning.plan_file import Rates, TrainingPlan
 from tiercache.planning.reuse import Reuse
 from tiercache.planning.row_offsets import RowOffsets
-from tiercache.planning.schedule import Schedule
+from tiercache.planning.schedule import OrderRule, Schedule
 from tiercache.store.table import group_tables
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiercache.planning.schedule import OrderRule
 
 CASE = Case(
     tables=(table("a", 16), table("b", 64, tc.optim.Adam(learning_rate=0.01))), specs=SPECS,
@@ -101,9 +95,7 @@ def test_commits_are_further_apart_where_writes_bound_the_training(tmp_path: Pat
 
 
 @pytest.mark.parametrize("commit_every", [1, 4])
-def test_a_plan_keeps_its_store_budget_and_commits_as_far_apart_as_that_allows(
-    tmp_path: Path, commit_every: int
-) -> None:
+def test_a_plan_keeps_its_store_budget_with_commits_as_far_apart_as_it_can(tmp_path: Path, commit_every: int) -> None:
     """The smallest one is that of the training. With a byte less commits are closer, or nothing is planned."""
     data = CASE.cut(tmp_path / "d")
     slow = capacity_of(data, rates=RATES.model_copy(update={"write": 1e6, "samples": None}))

@@ -1,7 +1,5 @@
 """Estimates agree with the planner for the same numbers, and with a real dataset and its store."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The host keeps the soonest-used rows, within its capacity, and reads the minimum of rows."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given, settings
@@ -112,7 +110,7 @@ USES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), max_size=6, un
     st.integers(1, 5),
     st.integers(1, 6000),
 )
-def test_what_is_kept_is_what_sorting_all_ranges_keeps(
+def test_kept_are_the_soonest_used(
     passes: list[tuple[list[list[tuple[int, int]]], int]], block_rows: int, row_bytes: int
 ) -> None:
     """Pass after pass with two groups and capacities that grow and shrink: the same pages and bytes."""

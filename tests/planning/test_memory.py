@@ -1,11 +1,9 @@
 """Planning many passes takes memory from the host budget, and the whole process stays within it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +14,6 @@ from tiercache.dist.budget_checks import plans_of
 from tiercache.errors import BudgetError
 from tiercache.planning.budgets import _PAGE_RECORD_BYTES, _RANGE_BYTES, _RANGE_TABLE_BYTES, Budgets
 from tiercache.store import MemoryEngine
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PASSES, KEYS, UNIVERSE = 200, 70, 7000
 

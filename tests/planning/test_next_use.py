@@ -1,7 +1,5 @@
 """Next and last use of every key, against the slow obvious way."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +28,7 @@ def obvious_gap(schedule: Schedule, keys: list[set[int]], pass_index: int, key: 
     st.integers(0, 3),
     st.sampled_from([1, 3, 1 << 20]),
 )  # fmt: skip
-def test_gaps_are_those_of_walking_the_schedule(
+def test_gaps_are_those_of_a_walk(
     keys: list[set[int]], order_seed: int | None, epoch: int, keys_per_range: int
 ) -> None:
     groups = group_tables([table("a", 4)])

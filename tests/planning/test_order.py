@@ -1,10 +1,9 @@
 """Orders of sub-datasets: by overlap fewer rows move, with the bits of the same order in memory."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,13 +26,8 @@ from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.errors import DatasetError
 from tiercache.planning.reuse import Reuse
 from tiercache.planning.row_offsets import RowOffsets
-from tiercache.planning.schedule import Schedule, order_rule, overlap_order, shared_bytes
+from tiercache.planning.schedule import OrderRule, Schedule, order_rule, overlap_order, shared_bytes
 from tiercache.store.table import group_tables
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiercache.planning.schedule import OrderRule
 
 ONE = Case(tables=(table("a", 4),), specs=(SPECS[0],), batch=4, epochs=2)
 

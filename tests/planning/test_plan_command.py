@@ -1,12 +1,10 @@
 """``tiercache plan`` and the dataset half of ``tiercache info``: their files and output."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -17,9 +15,6 @@ from tests.planning.test_capacity import CASE
 from tiercache.cli import app
 from tiercache.planning.plan_file import Rates, TrainingPlan
 from tiercache.rows import transfer_rates
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """The predicted maximum of rows that a reorganization moves is never exceeded."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

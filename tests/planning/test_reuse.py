@@ -1,9 +1,7 @@
 """Reuse from one sweep of all keys equals the counts of sets and counters."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,13 +10,8 @@ from tests.train.cases import SPECS, Case, table
 from tiercache.planning.next_use import find_next_uses
 from tiercache.planning.reuse import Reuse, ReuseCounts
 from tiercache.planning.row_offsets import RowOffsets
-from tiercache.planning.schedule import Schedule
+from tiercache.planning.schedule import OrderRule, Schedule
 from tiercache.store.table import group_tables
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiercache.planning.schedule import OrderRule
 
 CASE = Case(tables=(table("a", 4), table("b", 8)), specs=SPECS, num_samples=500, pass_rows=100)
 

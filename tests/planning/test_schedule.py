@@ -1,7 +1,5 @@
 """The schedule: cyclic or seeded orders, and a digest that only dataset and order decide."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -25,7 +23,7 @@ def test_a_seeded_order_has_every_pass_once_in_each_epoch(num_passes: int, seed:
 
 
 @given(st.integers(1, 8), st.none() | st.integers(0, 99), st.integers(0, 5), st.data())
-def test_what_is_left_is_the_sum_over_all_passes_to_come(
+def test_what_is_left_is_the_sum_of_passes(
     num_passes: int, order_seed: int | None, epochs: int, data: st.DataObject
 ) -> None:
     """From any pass; and for more epochs than can be visited one by one."""

@@ -1,7 +1,5 @@
 """The bytes of a store at its fullest, against counting blocks one by one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Imports of libraries that only `make test-stacks` installs."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ trains two epochs into FOLDER, or goes on from its last commit. Before batch STO
 it is a rank of torchrun, and FSDP2 shards the model.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

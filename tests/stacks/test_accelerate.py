@@ -1,10 +1,10 @@
 """Accelerate: a model and an optimizer that it prepared train as they are, before the cache is made or after."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.stacks.training import (
     CASE,
@@ -22,11 +22,6 @@ from tests.stacks.training import (
 from tiercache.errors import StateError
 
 accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-stacks")
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
 
 
 def trained(

@@ -1,10 +1,10 @@
 """FSDP2: a model whose dense part is sharded trains as it is, to the bits of a plain loop."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,12 +22,6 @@ from tests.stacks.training import (
     plain,
     scheduler_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    import torch
 
 
 @pytest.fixture

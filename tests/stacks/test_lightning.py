@@ -1,12 +1,12 @@
 """Lightning trains what a plain loop trains, to the same bits, without an adapter, and validates meanwhile."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import tiercache as tc
 from tests.stacks.training import (
     CASE,
     EPOCHS,
@@ -25,11 +25,6 @@ from tests.stacks.training import (
 from tiercache.errors import StateError
 
 pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed: make test-stacks")
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import tiercache as tc
 
 
 class Module(pl.LightningModule):  # type: ignore[name-defined, misc]

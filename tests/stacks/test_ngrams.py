@@ -1,9 +1,7 @@
 """N-gram keys are those of transformers, and its model with an n-gram table trains out of core."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +9,6 @@ import torch
 
 import tiercache as tc
 from tests.stacks.qwen4 import BATCH, LENGTH, ROWS, VOCAB, config_of, qwen
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize("layer", [0, 1])

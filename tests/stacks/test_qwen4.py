@@ -3,8 +3,6 @@
 Losses of every batch are those of transformers' model and torch's optimizer to 1e-5; -s prints them side by side.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -343,9 +341,7 @@ def test_the_example_trains_with_equal_losses(tmp_path: Path, rows: str, columns
     assert ("320,001,536 rows x 160 = 51,200,245,760 numbers" in ran.stdout) == (columns == 2)
 
 
-def test_the_recipe_of_the_documentation_trains_the_released_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipe_of_the_page_trains_the_released_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "language_models.md").read_text()
     blocks = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)

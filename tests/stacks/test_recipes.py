@@ -1,20 +1,16 @@
 """The recipes of docs/trainers.md run as they are on the page."""
 
-from __future__ import annotations
-
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import tiercache as tc
 from tests.test_docs import README, blocks, set_up, write_clicks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
 RECIPES = dict(re.findall(r"^## (\S+)\n\n```py\n(.*?)^```$", PAGE.read_text(), re.S | re.M))

@@ -1,12 +1,11 @@
 """torchrec: its collections become ours with their weights, and its published DLRM trains out of core as it is."""
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +19,6 @@ pytest.importorskip("torchrec", reason="torchrec is not installed: make test-tor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, PoolingType
 from torchrec.models.dlrm import DLRM
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ROWS, DIM, DENSE, BATCH, BATCHES, PASSES, EPOCHS = 2000, 16, 4, 32, 5, 8, 5
 STEPS = BATCHES * PASSES * EPOCHS

@@ -1,12 +1,12 @@
 """Hugging Face's Trainer takes the batches of a cache, to the bits of a plain loop, and evaluates meanwhile."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import tiercache as tc
 from tests.stacks.installed import installed
 from tests.stacks.training import (
     CASE,
@@ -24,12 +24,6 @@ from tests.stacks.training import (
     scheduler_of,
 )
 from tiercache.errors import StateError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import tiercache as tc
-
 
 transformers = installed("transformers")
 installed("accelerate")

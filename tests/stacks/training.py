@@ -1,17 +1,13 @@
 """The training that every stack repeats, and its bits in a plain loop."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import tiercache as tc
 from tests.train.cases import Case, Net, Spec, table
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CASE = Case(
     tables=(table("item", 4), table("user", 6)),

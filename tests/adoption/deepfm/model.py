@@ -1,7 +1,5 @@
 """A click model in the layout of the published DeepFM for PyTorch: one float matrix that forward cuts into features."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

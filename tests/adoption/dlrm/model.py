@@ -1,7 +1,5 @@
 """A click model in the layout of the published DLRM: lists of bags and layers, made by methods of the net."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

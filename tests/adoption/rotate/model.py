@@ -1,17 +1,13 @@
 """Knowledge graph embeddings in the layout of the published RotatE: tables are parameters, and loaders alternate."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ENTITIES, RELATIONS, DIM, TRIPLES, NEGATIVES = 1000, 8, 8, 2000, 6
 

@@ -1,7 +1,5 @@
 """A sequential recommender in the layout of the published SASRec for PyTorch: raw arrays of items go into forward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

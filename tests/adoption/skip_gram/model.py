@@ -1,7 +1,5 @@
 """Skip-gram with negative samples, in the layout of a published word2vec: a custom collate, sparse gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

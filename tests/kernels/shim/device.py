@@ -1,7 +1,5 @@
 """A device that runs the kernels' sources on the CPU, with the launches that a GPU gets."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib
@@ -11,22 +9,17 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from numpy.typing import DTypeLike, NDArray
 
 from tests.kernels.shim.memory import GuardedMemory, reserved
-from tiercache.kernels.cuda.launch import BLOCK_THREADS, describe, source
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from numpy.typing import DTypeLike, NDArray
-
-    from tiercache.kernels.arrays import View
-    from tiercache.kernels.cuda.launch import Argument
+from tiercache.kernels.arrays import View
+from tiercache.kernels.cuda.launch import BLOCK_THREADS, Argument, describe, source
 
 ORDERS = ("forward", "reversed", "random")
 HEADER = Path(__file__).with_name("shim.h")

@@ -1,18 +1,14 @@
 """Arrays between protected pages, so that an index outside an array is caught."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
-
-if TYPE_CHECKING:
-    from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike, NDArray
 
 _PAGE = mmap.PAGESIZE
 _RUBBISH = 0xA5
