@@ -4,13 +4,11 @@ If a test fails after a change that is meant to change bits: ``python -m tests.d
 """
 
 import json
-import multiprocessing
-import signal
 from pathlib import Path
 
 import pytest
 
-from tests.digests.trainings import GIVEN, MOVES, PATH, TRAININGS, digests, prepare, train, train_and_die
+from tests.digests.trainings import GIVEN, MOVES, PATH, TRAININGS, digests, prepare, train
 from tests.dist.pool import RanksPool
 
 COMMITTED = json.loads(PATH.read_text())
@@ -46,25 +44,3 @@ def test_any_number_of_ranks_has_them(
     assert all(moved.values()), moved
     for dense, _ in told:
         assert digests(tmp_path, dense) == COMMITTED[given]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("given", "engine", "at", "commits"),
-    [("batches", "lmdb", (5, 0), False), ("raw", "zarr", (3, 1), True)],
-)
-@pytest.mark.filterwarnings("ignore:commit .* was trained with")  # on one thread: the dense part is exact on any number
-def test_a_killed_training_that_goes_on_ends_with_the_same_digests(
-    tmp_path: Path, given: str, engine: str, at: tuple[int, int], commits: bool
-) -> None:
-    prepare(tmp_path, given)
-    process = multiprocessing.get_context("forkserver").Process(
-        target=train_and_die, args=(tmp_path, given, engine, at, commits)
-    )
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-
-    dense, _ = train(tmp_path, given, engine)
-
-    assert digests(tmp_path, dense) == COMMITTED[given]

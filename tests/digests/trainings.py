@@ -9,9 +9,7 @@ which they are added is checked as well.
 """
 
 import hashlib
-import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,16 +83,12 @@ def prepare(folder: Path, given: str) -> None:
 
 
 def train(
-    folder: Path,
-    given: str,
-    engine: str,
-    ranks: AnyCommunicator | None = None,
-    each_step: Callable[[Any, int, int], None] = lambda cache, pass_index, step: None,
+    folder: Path, given: str, engine: str, ranks: AnyCommunicator | None = None
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, int]]:
     """Train from the position of ``folder / "model.tc"`` to the end, in one process or as one rank of several.
 
     Returns the dense weights, and the numbers of rows that this process kept at switches, created, read from the store
-    and wrote. ``each_step(cache, pass_index, step)`` is called after every step.
+    and wrote.
     """
     passes, host_budget = tc.PassDataset.open(folder / "passes"), HOST_BUDGETS[1 if ranks is None else ranks.size]
     with tc.TierCache(
@@ -108,11 +102,10 @@ def train(
         optimizer = cache.optimizer
         for p in cache.passes(epochs=EPOCHS):
             batches = raw_batches(p, ranks) if given == "raw" else p.batches(data.BATCH, shuffle=True)
-            for step, batch in enumerate(batches):
+            for batch in batches:
                 (nn.functional.l1_loss(model(batch), batch.label) * batch.weight).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                each_step(cache, p.index, step)
         moved = {name: sum(getattr(report, f"rows_{name}") for report in cache.reports) for name in MOVES}
         return {name: value.numpy().copy() for name, value in net.state_dict().items()}, moved
 
@@ -126,19 +119,6 @@ def raw_batches(p: Any, ranks: AnyCommunicator | None) -> Iterator[Any]:
 
 def train_rank(ranks: AnyCommunicator, folder: str, given: str, engine: str) -> Any:
     return train(Path(folder), given, engine, ranks)
-
-
-def train_and_die(folder: Path, given: str, engine: str, at: tuple[int, int], commits: bool) -> None:
-    """Train on one thread and be killed after a step (pass, number), optionally right after a commit there."""
-    torch.set_num_threads(1)
-
-    def each_step(cache: Any, pass_index: int, step: int) -> None:
-        if (pass_index, step) == at:
-            if commits:
-                cache.commit()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    train(folder, given, engine, each_step=each_step)
 
 
 def digests(folder: Path, dense: dict[str, NDArray[np.float32]]) -> dict[str, str]:

@@ -7,6 +7,7 @@ import numpy as np
 
 import tiercache as tc
 from tiercache.store import MemoryEngine, Store, Table, Uniform, Zeros, load_rows
+from tiercache.store.bits import nearest
 from tiercache.store.optimizer import Optimizer
 
 FORMATS = ("numpy", "parquet", "safetensors", "hugectr", "torch")
@@ -32,9 +33,9 @@ def keeps_state(format_: str, table: Table) -> bool:
     return format_ != "torch"
 
 
-def table(name: str, dim: int, optimizer: str) -> Table:
+def table(name: str, dim: int, optimizer: str, dtype: str = "float32") -> Table:
     initializer = Uniform(low=-0.1, high=0.1) if dim > 2 else Zeros()
-    return Table(name=name, dim=dim, optimizer=OPTIMIZERS[optimizer], initializer=initializer)
+    return Table(name=name, dim=dim, optimizer=OPTIMIZERS[optimizer], initializer=initializer, dtype=dtype)
 
 
 def all_tables() -> list[Table]:
@@ -46,14 +47,18 @@ def all_tables() -> list[Table]:
 
 
 def random_rows(tables: Sequence[Table], counts: Sequence[int], seed: int = 0) -> Rows:
-    """Return rows of any bits: every NaN, infinity and denormal number may be there."""
+    """Return rows of any bits that the dtype holds: every NaN, infinity and denormal number may be there."""
     generator = np.random.default_rng(seed)
     rows: Rows = {}
     for one, count in zip(tables, counts, strict=True):
         keys = np.unique(generator.integers(-(1 << 63) + 2, (1 << 63) - 1, count))
-        bits = generator.integers(0, 256, (keys.size, one.row_bytes), dtype=np.uint8)
-        special = generator.integers(0, 4, (keys.size, one.row_bytes // 4)) == 0
+        width = sum(field.width for field in one.fields)
+        bits = generator.integers(0, 256, (keys.size, 4 * width), dtype=np.uint8)
+        special = generator.integers(0, 4, (keys.size, width)) == 0
         bits.view(np.uint32)[special] |= np.uint32(0x7F800000)
+        if one.dtype != "float32":
+            vectors = bits.view(np.float32)[:, : one.dim]
+            vectors[...] = nearest(vectors, one.dtype)
         rows[one.name] = {key: bits[i].tobytes() for i, key in enumerate(keys.tolist())}
     return rows
 

@@ -15,12 +15,12 @@ from safetensors import safe_open
 
 import tiercache as tc
 from tests.files import files_of
-from tests.io.cases import FORMATS, filled, keeps_state, table
+from tests.io.cases import FORMATS, filled, table
 from tiercache.errors import ImportExportWarning
 from tiercache.io import exporting, parquet_format
 from tiercache.io.staging import check_space
 from tiercache.store import Adagrad, MemoryEngine, Store, Table, Uniform, hash_keys, load_rows
-from tiercache.store.bits import ITEM_BYTES, from_bits, nearest, to_bits
+from tiercache.store.bits import ITEM_BYTES, from_bits, nearest
 
 ADAM, ADAGRAD = table("user", 3, "adam"), table("item", 2, "adagrad")
 
@@ -203,24 +203,6 @@ def narrow_store(path: Path, dtype: str) -> Path:
     with Store.open(path, tables=[narrow_table(dtype)]) as store:
         load_rows(store, [("t", narrow_numbers(dtype))])
     return path
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format_", FORMATS)
-def test_vectors_of_16_bits_survive_a_round_trip(tmp_path: Path, format_: str, dtype: str) -> None:
-    whole = keeps_state(format_, narrow_table(dtype))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ImportExportWarning)
-        tc.export_store(narrow_store(tmp_path / "s.tc", dtype), tmp_path / "one", format=format_)
-        tc.import_store(tmp_path / "one", tmp_path / "copy.tc", initial_state=not whole)
-        tc.export_store(tmp_path / "copy.tc", tmp_path / "two", format=format_)
-    keys, (vectors, state) = narrow_numbers(dtype)
-    with Store.open(tmp_path / "copy.tc") as copy:
-        assert copy.tables == (narrow_table(dtype),)
-        found = copy.lookup("t", keys)
-    assert np.array_equal(to_bits(found["vector"], dtype), to_bits(vectors, dtype))
-    assert np.array_equal(found["sum"], state if whole else np.zeros_like(state))
-    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -27,20 +27,24 @@ from tiercache.errors import ImportExportError, ImportExportWarning
 from tiercache.io.staging import staging_directory
 from tiercache.store import MemoryEngine, Store
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 @settings(max_examples=25, deadline=None)
 @given(
     format_=st.sampled_from(FORMATS),
     shapes=st.lists(
-        st.tuples(st.integers(1, 9), st.sampled_from(sorted(OPTIMIZERS)), st.integers(0, 40)), min_size=1, max_size=4
+        st.tuples(st.integers(0, 40), st.integers(1, 9), st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from(DTYPES)),
+        min_size=1,
+        max_size=4,
     ),
     seed=st.integers(0, 99),
     memory_bytes=st.sampled_from([2_000, 1 << 20]),
 )
-def test_all_bits_come_back(format_: str, shapes: list[tuple[int, str, int]], seed: int, memory_bytes: int) -> None:
-    """Any tables, dims and optimizers; state that the format cannot store starts over, with a warning."""
-    tables = [table(f"t{i}", dim, optimizer) for i, (dim, optimizer, _) in enumerate(shapes)]
-    rows = random_rows(tables, [count for _, _, count in shapes], seed)
+def test_bits_come_back(format_: str, shapes: list[tuple[int, int, str, str]], seed: int, memory_bytes: int) -> None:
+    """Any tables, dims, optimizers and dtypes; state that the format cannot store starts over, with a warning."""
+    tables = [table(f"t{i}", *shape) for i, (_, *shape) in enumerate(shapes)]
+    rows = random_rows(tables, [count for count, *_ in shapes], seed)
     whole = all(keeps_state(format_, one) for one in tables)
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -145,16 +149,17 @@ def test_of_two_exports_to_one_place_the_second_is_refused(tmp_path: Path) -> No
     rows = random_rows(tables, [40, 30, 20, 10, 10])
     out = tmp_path / "out"
     with filled(None, tables, rows) as store:
-        refused: list[ImportExportError] = []
+        refused, drafts = list[ImportExportError](), list[int]()
 
         def second(done: int, total: int) -> None:
             if not refused:
                 with pytest.raises(ImportExportError, match="is being written by another process: wait until") as error:
                     tc.export_store(store, out, format="numpy")
                 refused.append(error.value)
+                drafts.append((tmp_path / ".out.unfinished").stat().st_ino)
 
         tc.export_store(store, out, format="numpy", progress=second)
-        assert refused
+        assert [out.stat().st_ino] == drafts, "it is published in one step"
         with pytest.raises(ImportExportError, match="exists: choose another path for the export"):
             tc.export_store(store, out, format="numpy")
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import tiercache as tc
+from tests.cli.command import run
 from tests.io.cases import FORMATS, rows_of
 from tests.train.cases import Case, Spec, table, tiered, train
-from tiercache.cli import app
 from tiercache.errors import ImportExportError, ImportExportWarning
 from tiercache.store import MemoryEngine, Store, load_rows
 
@@ -127,6 +126,7 @@ def test_rows_of_16_bits_leave_with_the_count(tmp_path: Path, optimizer: tc.opti
         assert bare.steps == (100 if isinstance(optimizer, tc.optim.SGD) else None)
     tc.import_store(tmp_path / "out", tmp_path / "copy.tc")
     with Store.open(tmp_path / "copy.tc", mode="r") as copy:
+        assert copy.tables == (narrow,)
         assert copy.commit is not None
         assert copy.commit.settings == {"steps": 100}
     (tmp_path / "out" / "tables.json").unlink()
@@ -157,8 +157,7 @@ def test_files_that_do_not_say_it_are_asked_about(trained: Path, tmp_path: Path)
 
 def test_the_command_line_takes_the_count(trained: Path, tmp_path: Path) -> None:
     tc.export_store(trained, tmp_path / "out", format="parquet")
-    said = CliRunner().invoke(app, ["import", str(tmp_path / "out"), str(tmp_path / "copy.tc"), "--steps", "3"])
-    assert said.exit_code == 0, said.output
+    run("import", tmp_path / "out", tmp_path / "copy.tc", "--steps", 3)
     with Store.open(tmp_path / "copy.tc", mode="r") as copy:
         assert copy.commit is not None
         assert copy.commit.settings == {"steps": 3}

@@ -22,22 +22,6 @@ def layout_of(*ranges: tuple[int, int], row_bytes: int = ROW, block_rows: int = 
     )
 
 
-def test_the_farthest_next_use_leaves_first() -> None:
-    content = HostCache()
-    content.enter(0, 0, layout_of((3, 2), (5, 3), (9, 4)))
-    content.keep(after=1, capacity=5 * ROW)  # one page more is charged for each end that may share a page
-    assert content.find(0, 0) == PageRange(0, 4)
-    content.keep(after=1, capacity=3 * ROW)
-    assert content.find(0, 0) == PageRange(0, 2)
-
-
-def test_rows_that_were_used_leave() -> None:
-    content = HostCache()
-    content.enter(0, 0, layout_of((3, 2), (5, 3)))
-    content.keep(after=3, capacity=100 * ROW)
-    assert content.find(0, 0) == PageRange(2, 5)
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), min_size=1, max_size=8, unique_by=lambda r: r[0]),
     st.integers(1, 5),
