@@ -1,13 +1,11 @@
 """Walks: the files and functions that one budget, batch, key and row enter, from a trace of a tiny training.
 
-``python -m tests.walks [--calls]`` prints them. Functions are counted once however often they are called; lambdas,
+``python -m tests.walks`` prints them. Functions are counted once however often they are called; lambdas,
 comprehensions and code outside the package are not counted.
 """
 
-import argparse
 import dataclasses
 import gc
-import inspect
 import sys
 import tempfile
 import threading
@@ -56,9 +54,6 @@ class Walk:
     @property
     def files(self) -> list[str]:
         return list(dict.fromkeys(call.file for call in self.calls))
-
-    def inside(self, folder: str) -> "Walk":
-        return Walk(self.name, [call for call in self.calls if call.file.startswith(folder)])
 
     def entries(self, file: str) -> list[str]:
         """Return the functions of a file that others call, once for each call."""
@@ -124,11 +119,8 @@ def carries(value: object, number: int, depth: int = 0) -> bool:
 
 
 def arguments_carry(frame: FrameType, number: int) -> bool:
-    code = frame.f_code
-    packed = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + packed]
-    values = [frame.f_locals[name] for name in names if name in frame.f_locals]
-    return any(carries(value, number) for value in values)
+    """At a call, locals are its arguments."""
+    return any(carries(frame.f_locals[name], number) for name in frame.f_locals if name in frame.f_code.co_varnames)
 
 
 def walk_training(folder: Path) -> tuple[Walk, Walk, Walk]:
@@ -188,7 +180,8 @@ def walk_store(folder: Path) -> dict[str, Walk]:
         stores[0].publish(Cursor(1, 0), state=b"x" * 100, schedule_digest="", settings={}, environment={})
 
     def walk(name: str, run: Callable[[], Any]) -> None:
-        walks[name] = traced(name, run, threads=True).inside("store/")
+        whole = traced(name, run, threads=True)
+        walks[name] = Walk(name, [call for call in whole.calls if call.file.startswith("store/")])
 
     walks: dict[str, Walk] = {}
     walk("open a new store", lambda: stores.append(Store.open(path, tables=[table])))
@@ -204,25 +197,12 @@ def walk_store(folder: Path) -> dict[str, Walk]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", action="store_true", help="print every call in order, not each function once")
-    options = parser.parse_args()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         walks = [*walk_training(Path(folder)), *walk_store(Path(folder)).values()]
     for walk in walks:
-        if walk.name == "one step":
-            entries = walk.entries("train/row_optimizer.py")
-            sys.stdout.write(f"== one step enters train/row_optimizer.py {len(entries)} times: {', '.join(entries)}\n")
-        sys.stdout.write(f"== {walk}\n")
-        steps = [(call.file, call.function) for call in walk.calls] if options.calls else walk.functions
-        by_file: list[tuple[str, list[str]]] = []
-        for file, function in steps:
-            if not by_file or by_file[-1][0] != file:
-                by_file.append((file, []))
-            by_file[-1][1].append(function)
-        for file, functions in by_file:
-            sys.stdout.write(f"   {file}: {', '.join(functions)}\n")
+        functions = "".join(f"   {file}: {function}\n" for file, function in walk.functions)
+        sys.stdout.write(f"== {walk}\n{functions}")
 
 
 if __name__ == "__main__":

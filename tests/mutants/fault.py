@@ -66,7 +66,7 @@ def read_faults(only: Sequence[str] = ()) -> list[Fault]:
     if wrong := {name for name in names if names.count(name) > 1}:
         raise FaultError(f"two faults are named {min(wrong)!r}: rename one")
     if wrong := {*only} - {*names}:
-        raise FaultError(f"no fault is named {min(wrong)!r}: --list prints the names")
+        raise FaultError(f"no fault is named {min(wrong)!r}: faults.toml has the names")
     return [one for one in faults if not only or one.name in only]
 
 
