@@ -35,8 +35,7 @@ from tests.dist.pool import RanksPool
 from tests.sampled import leave_to_long
 
 _MEMORY = Path("/dev/shm")
-_MEMORY_BYTES = 1 << 30
-"""More than concurrent tests have in files."""
+_MEMORY_BYTES = 1 << 30  # more than concurrent tests have in files
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 _FOLDERS = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]

@@ -23,8 +23,7 @@ except tc.TierCacheError as error:
     print(type(error).__name__)
 print(*sorted(kernel.name for kernel in compile.KERNELS if kernel.compiled))
 """
-TRAINING = {"_update", "_gather", "_pool_one", "_spread_one"}
-"""Some of the kernels that training calls."""
+TRAINING = {"_update", "_gather", "_pool_one", "_spread_one"}  # some of the kernels that training calls
 
 
 @pytest.fixture

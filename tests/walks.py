@@ -25,19 +25,16 @@ from tiercache.store import NEVER, Cursor, Range, SegmentLayout, Store, Table, h
 from tiercache.store.files import huge_pages
 
 PACKAGE = Path(tc.__file__).parent
-DEVICE_BUDGET = 41_943_049
-"""A number of bytes that is unique in the training."""
+DEVICE_BUDGET = 41_943_049  # a number of bytes that is unique in the training
 KEYS = 64
 
 
 class Call(NamedTuple):
     """A function of the package that was entered."""
 
-    file: str
-    """Relative to the package."""
+    file: str  # relative to the package
     function: str
-    caller: str
-    """The file of the package that called it, other code in between left out; empty if none did."""
+    caller: str  # the file of the package that called it, other code in between left out; empty if none did
 
 
 @dataclass

@@ -19,8 +19,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LINES = {"dlrm": 5, "sasrec": 5, "skip_gram": 5, "deepfm": 5, "rotate": 15}
 """The most lines that may be changed or added, by model."""
-KILLED_AFTER = 0.55
-"""The share of batches after which a training is killed."""
+KILLED_AFTER = 0.55  # the share of batches after which a training is killed
 
 
 def without_tiercache(name: str) -> tuple[str, int]:

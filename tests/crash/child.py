@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from socket import socket
 from typing import Any
 
-_PATIENCE_SECONDS = 120.0
-"""Processes that take longer are considered hung."""
+_PATIENCE_SECONDS = 120.0  # processes that take longer are considered hung
 
 
 class Teller:
@@ -21,10 +20,8 @@ class Teller:
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
-        self.phase = ""
-        """The current activity, if a workload sets it; recorded with the points."""
-        self.begun = self.done = -1
-        """The last noted commits."""
+        self.phase = ""  # the current activity, if a workload sets it; recorded with the points
+        self.begun = self.done = -1  # the last noted commits
 
     def note(self, *, begun: Any = None, done: Any = None) -> None:
         """Note a commit that may exist from now on (begun), or must exist (done)."""
@@ -43,10 +40,8 @@ class Teller:
 class Ended:
     """The result of processes that have ended."""
 
-    signals: list[int]
-    """The signals that ended them; 0: a normal exit."""
-    said: list[list[Any]] = field(default_factory=list)
-    """Kinds and values; "error" if one raised."""
+    signals: list[int]  # the signals that ended them; 0: a normal exit
+    said: list[list[Any]] = field(default_factory=list)  # kinds and values; "error" if one raised
 
     def of(self, kind: str) -> list[Any]:
         return [value for what, value in self.said if what == kind]

@@ -10,10 +10,8 @@ from pathlib import Path
 
 PAGE_BYTES, SECTOR_BYTES = 4096, 512
 _ZEROS = bytes(PAGE_BYTES)
-ROOT = 0
-"""The inode number of the folder itself in an image."""
-_CLOCK_NANOSECONDS = 50_000_000
-"""More than the resolution of file times."""
+ROOT = 0  # the inode number of the folder itself in an image
+_CLOCK_NANOSECONDS = 50_000_000  # more than the resolution of file times
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +19,7 @@ class File:
     """The content of a file. Unchanged pages are the same objects as in the previous image."""
 
     size: int
-    pages: tuple[bytes, ...]
-    """Pages of PAGE_BYTES each; the last one is padded with zeros."""
+    pages: tuple[bytes, ...]  # pages of PAGE_BYTES each; the last one is padded with zeros
 
     def page(self, index: int) -> bytes:
         return self.pages[index] if index < len(self.pages) else _ZEROS
@@ -32,8 +29,7 @@ class File:
 class Image:
     """Directories and files by numbers that are unique within a recording."""
 
-    directories: dict[int, dict[str, int]] = field(default_factory=dict)
-    """Names and the numbers of their files."""
+    directories: dict[int, dict[str, int]] = field(default_factory=dict)  # names and the numbers of their files
     files: dict[int, File] = field(default_factory=dict)
 
 
@@ -46,13 +42,11 @@ class Camera:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._numbers: dict[int, int] = {}
-        """Numbers by inode."""
+        self._numbers: dict[int, int] = {}  # numbers by inode
         self._next = ROOT + 1
         self._retained: dict[int, tuple[int, ...]] = {}
         """By number of a file: its length and times, if it was read long enough after them."""
-        self.image = Image()
-        """The last image."""
+        self.image = Image()  # the last image
 
     def take(self) -> Image:
         directories: dict[int, dict[str, int]] = {}

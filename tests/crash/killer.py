@@ -43,8 +43,7 @@ class Killer:
         """``most_problems`` is the number at which to stop; ``notify`` is called after each folder."""
         self.outcome = Outcome()
         self.folder, self.workload, self.random = folder, workload, random.Random(seed)
-        self.run_seconds = 0.0
-        """Seconds of a run without a kill."""
+        self.run_seconds = 0.0  # seconds of a run without a kill
         self._seed, self._most_problems, self._notify, self._folders = seed, most_problems, notify, 0
 
     def worker(self, number: int, notify: Callable[[], object]) -> "Killer":

@@ -25,8 +25,7 @@ _WRITING = {"pwrite", "pwritev", "write", "writev", "flush", "__exit__", "commit
 class Point(NamedTuple):
     """A moment: just before a call, or just after it."""
 
-    call: str
-    """The call, such as ``posix.pwritev`` or ``Transaction.__exit__``."""
+    call: str  # the call, such as ``posix.pwritev`` or ``Transaction.__exit__``
     after: bool
 
     @property

@@ -15,10 +15,8 @@ from tests.crash.image import Camera, File, Image
 from tests.crash.points import Point, unwatch, watch
 from tests.crash.store_steps import go_on
 
-_NO_CHANGE = {"Transaction.put", "Transaction.delete"}
-"""Calls that only change memory."""
-_META_PAGES = 2
-"""The first pages of LMDB's file: its two roots."""
+_NO_CHANGE = {"Transaction.put", "Transaction.delete"}  # calls that only change memory
+_META_PAGES = 2  # the first pages of LMDB's file: its two roots
 
 
 class Moment(NamedTuple):
@@ -26,10 +24,8 @@ class Moment(NamedTuple):
 
     call: str
     image: Image
-    begun: int
-    """The newest commit that may be found; -1 if none was begun."""
-    done: int
-    """The newest commit that must be found; -1 if none was done."""
+    begun: int  # the newest commit that may be found; -1 if none was begun
+    done: int  # the newest commit that must be found; -1 if none was done
 
 
 @dataclass

@@ -65,8 +65,7 @@ class At:
     """A kill at a point of a run: of the current process, or of its whole group."""
 
     number: int
-    point: Point | None = None
-    """The point, if it is known."""
+    point: Point | None = None  # the point, if it is known
     rank: int = 0
     everyone: bool = False
 

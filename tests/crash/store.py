@@ -51,10 +51,8 @@ if TYPE_CHECKING:
 PACKAGES = ("tiercache", "numpy", "lmdb", "zarr")
 QUICK = {"points": 64, "torn": 12, "instants": 10, "replays": 30, "full": 15}
 """More points than there are kinds of calls, each before and after, which `spread` takes evenly."""
-_EARLY_POINTS = 60
-"""A resumed process has opened the store by this point."""
-_AGAIN = 0.25
-"""The share of resumed processes that are killed too."""
+_EARLY_POINTS = 60  # a resumed process has opened the store by this point
+_AGAIN = 0.25  # the share of resumed processes that are killed too
 
 
 class StoreWorkload:

@@ -41,17 +41,14 @@ TABLES = (
 )
 ADDED = Table(name="added", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())
 """The table added by an alteration."""
-ERASED = 50
-"""The first keys of the first table, which are forgotten."""
-UNIVERSE = 240
-"""Keys of a table: 0 to UNIVERSE - 1."""
+ERASED = 50  # the first keys of the first table, which are forgotten
+UNIVERSE = 240  # keys of a table: 0 to UNIVERSE - 1
 PASS_KEYS = (150, 40, 90)
 """Keys of each table in each pass; their numbers differ so that the file grows, shrinks and has holes."""
 BLOCK_BYTES = {2048: 256 << 10, 24: 24 * 64}
 """By bytes of a row: blocks of items are written and read past the page cache, the other blocks are gathered."""
 PAGE_ROWS = 8
-_STEPS_IN_PASS = 16
-"""More than any step's sample."""
+_STEPS_IN_PASS = 16  # more than any step's sample
 
 
 class Note(Protocol):
@@ -73,34 +70,21 @@ class BrokenSourceError(Exception):
 class Step:
     """The operations up to one commit."""
 
-    passes: tuple[int, ...] = ()
-    """Passes whose rows are dumped."""
-    sample: int = 0
-    """The position of the commit inside the last pass; 0: after it."""
-    state_bytes: int = 100
-    """Bytes of the dense state."""
-    stable: bool = False
-    """True if the blocks of a dump may be written together."""
-    reopen: bool = False
-    """True if the store is closed and reopened first."""
-    forget: bool = False
-    """True if a dump is made and forgotten first."""
-    broken: bool = False
-    """True if a dump fails half-way first."""
+    passes: tuple[int, ...] = ()  # passes whose rows are dumped
+    sample: int = 0  # the position of the commit inside the last pass; 0: after it
+    state_bytes: int = 100  # bytes of the dense state
+    stable: bool = False  # true if the blocks of a dump may be written together
+    reopen: bool = False  # true if the store is closed and reopened first
+    forget: bool = False  # true if a dump is made and forgotten first
+    broken: bool = False  # true if a dump fails half-way first
     reader: bool = False
     """True if a reader opens the store first, and reads its whole unpinned commit two commits later."""
-    compact: bool = False
-    """True if the commit is a compaction without a dump; no pass comes after it."""
-    erase: bool = False
-    """True if the commit forgets the first keys of a table."""
-    alter: bool = False
-    """True if the commit adds a table."""
-    pin: str = ""
-    """The name that pins the previous commit from this one on, which equals it otherwise."""
-    unpin: str = ""
-    """The name that this commit unpins; it equals the previous one otherwise."""
-    rollback: int = -1
-    """The commit that this one restores; -1: none."""
+    compact: bool = False  # true if the commit is a compaction without a dump; no pass comes after it
+    erase: bool = False  # true if the commit forgets the first keys of a table
+    alter: bool = False  # true if the commit adds a table
+    pin: str = ""  # the name that pins the previous commit from this one on, which equals it otherwise
+    unpin: str = ""  # the name that this commit unpins; it equals the previous one otherwise
+    rollback: int = -1  # the commit that this one restores; -1: none
 
     @property
     def like(self) -> bool:

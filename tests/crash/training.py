@@ -35,10 +35,8 @@ class Training:
     """A training to be killed; equal values end with equal bits."""
 
     name: str
-    optimizer: Any
-    """The row optimizer of the larger table."""
-    host_budget: str
-    """Barely more than the plan needs, so that most rows are read from the store."""
+    optimizer: Any  # the row optimizer of the larger table
+    host_budget: str  # barely more than the plan needs, so that most rows are read from the store
     commit_every: int = 1
     order_seed: int | None = None
     num_samples: int = 24_576

@@ -47,10 +47,8 @@ _KILLS_WITHOUT_PASSES = 2
 """Early kills of a training, after a random time; if extraction outlasts them, later kills aim at later phases."""
 
 
-RANDOM = Moment("reader", "readers_beside_the_writer")
-"""A kill at a random moment."""
-AIMED = replace(RANDOM, where=" in a phase")
-"""A kill soon after a phase begins."""
+RANDOM = Moment("reader", "readers_beside_the_writer")  # a kill at a random moment
+AIMED = replace(RANDOM, where=" in a phase")  # a kill soon after a phase begins
 
 
 class TrainingWorkload:
@@ -68,8 +66,7 @@ class TrainingWorkload:
         self._references: dict[str, tuple[Path, dict[str, Any], float]] = {}
         self._processes = self._begun = self._without_passes = 0
         self._phases_left: list[str] = []
-        self.reference_seconds = 0.0
-        """Seconds of the uninterrupted trainings."""
+        self.reference_seconds = 0.0  # seconds of the uninterrupted trainings
         process = self._context.Process(target=prepare)
         process.start()
         process.join()

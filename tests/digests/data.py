@@ -16,11 +16,9 @@ from numpy.typing import NDArray
 
 import tiercache as tc
 
-PASSES, PASS_SAMPLES, BATCH = 4, 40, 16
-"""A pass has batches of 16, 16 and 8 samples."""
+PASSES, PASS_SAMPLES, BATCH = 4, 40, 16  # a pass has batches of 16, 16 and 8 samples
 SAMPLES = PASSES * PASS_SAMPLES
-KEYS = 240
-"""Keys of a table."""
+KEYS = 240  # keys of a table
 OPTIMIZERS = {
     "sgd": tc.optim.SGD(learning_rate=0.1, decay=0.01),
     "adagrad": tc.optim.Adagrad(learning_rate=0.1),

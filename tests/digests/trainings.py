@@ -23,10 +23,8 @@ import tiercache as tc
 from tests.digests import data
 from tiercache.dist.communicator import AnyCommunicator
 
-PATH = Path(__file__).with_name("digests.json")
-"""The committed digests, by training."""
-GIVEN = ("batches", "raw")
-"""The forms of samples: batches of extracted passes, or keys from a user's own loader."""
+PATH = Path(__file__).with_name("digests.json")  # the committed digests, by training
+GIVEN = ("batches", "raw")  # the forms of samples: batches of extracted passes, or keys from a user's own loader
 TRAININGS = (*GIVEN, "ordered")
 """And batches again, with gradients whose sums depend on the order of addition in one process (docs/format)."""
 EPOCHS = 2

@@ -64,16 +64,14 @@ class Bags:
 
     num_samples: int
     dim: int
-    table_rows: list[int]
-    """Rows of the table of each feature; every feature has a separate table here."""
+    table_rows: list[int]  # rows of the table of each feature; every feature has a separate table here
     modes: NDArray[np.int8]
     offsets: NDArray[np.int64]
     ids: NDArray[np.int32]
     weights: NDArray[np.float32]
     slot_of_local: NDArray[np.int32]
     vectors: NDArray[np.float32]
-    distance: int
-    """Columns of another group between two features."""
+    distance: int  # columns of another group between two features
 
     @property
     def num_features(self) -> int:

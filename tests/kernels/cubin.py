@@ -4,8 +4,7 @@ import struct
 from typing import NamedTuple
 
 _REGISTERS, _FRAME, _STACK = 0x2F, 0x11, 0x12
-_WITH_SIZE = 4
-"""The format of an attribute that has a size, and the others, which have a value of 2 bytes."""
+_WITH_SIZE = 4  # the format of an attribute that has a size, and the others, which have a value of 2 bytes
 
 
 class Kernel(NamedTuple):

@@ -16,8 +16,7 @@ from tiercache.kernels.cuda import cupy_device as cuda
 from tiercache.kernels.cuda import launch
 
 ROOT = Path(__file__).parents[2]
-HOST: Any = None
-"""Torch is not used before a device exists."""
+HOST: Any = None  # torch is not used before a device exists
 needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 
 

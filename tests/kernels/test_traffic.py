@@ -26,8 +26,7 @@ class Goal(NamedTuple):
     """The goal's step on a device that counts."""
 
     machine: Cuda
-    ids: NDArray[np.int32]
-    """(E,), feature-major."""
+    ids: NDArray[np.int32]  # (E,), feature-major
     slot_of: NDArray[np.int32]
     bases: NDArray[np.int64]
     distinct: int

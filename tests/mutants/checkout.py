@@ -22,8 +22,7 @@ _COUNTS = re.compile(r"^\d+ (?:passed|failed|skipped|deselected|error).* in [\d.
 class Run:
     """The result of a run of pytest."""
 
-    code: int | None
-    """Its exit code; None: it did not end in time."""
+    code: int | None  # its exit code; None: it did not end in time
     seconds: float
     output: str
 

@@ -19,15 +19,11 @@ class Fault:
     """One change of a source file."""
 
     name: str
-    file: str
-    """Relative to the root of the checkout."""
-    fault: str
-    """The wrong behavior, in one line."""
-    old: str
-    """A piece of the file's text; it occurs once."""
+    file: str  # relative to the root of the checkout
+    fault: str  # the wrong behavior, in one line
+    old: str  # a piece of the file's text; it occurs once
     new: str
-    tests: tuple[str, ...]
-    """Files and node ids of the ordinary suite, at least one of which must fail."""
+    tests: tuple[str, ...]  # files and node ids of the ordinary suite, at least one of which must fail
 
     def check(self, root: Path) -> None:
         """Raise FaultError if the fault or its tests do not fit a checkout."""

@@ -114,8 +114,7 @@ CASES = [
         num_samples=20_000, pass_rows=2500, num_keys=100_000, batch=500, epochs=2,
     ),
 ]  # fmt: skip
-TOLERANCE = 0.15
-"""Tolerance of an estimate for a dataset whose keys do not follow Zipf's law."""
+TOLERANCE = 0.15  # tolerance of an estimate for a dataset whose keys do not follow Zipf's law
 
 
 @pytest.mark.sampled(1)

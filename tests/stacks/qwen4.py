@@ -31,8 +31,7 @@ RATE, DENSE_RATE = 100.0, 0.1
 gradients also enlarge their rounding errors, by which routers of experts choose others, and losses part.
 """
 TABLE = tc.Table(name="ngram", dim=DIM, initializer=tc.init.Normal(std=0.5), optimizer=tc.optim.SGD(learning_rate=RATE))
-PLACE = "model.layers.1.ple.ple_embedding.ngram_embedding"
-"""The table in the model."""
+PLACE = "model.layers.1.ple.ple_embedding.ngram_embedding"  # the table in the model
 
 
 def config_of(**changes: Any) -> Any:
@@ -105,12 +104,9 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mode:
-    accumulation: int = 1
-    """Batches of a step."""
-    autocast: bool = False
-    """In bfloat16."""
-    reentrant: bool | None = None
-    """How activations are recomputed; None: they are kept."""
+    accumulation: int = 1  # batches of a step
+    autocast: bool = False  # in bfloat16
+    reentrant: bool | None = None  # how activations are recomputed; None: they are kept
 
 
 class Loop:

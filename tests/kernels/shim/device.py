@@ -83,8 +83,7 @@ class Traffic(NamedTuple):
 
     read: int
     written: int
-    sectors_read: int
-    """Bytes of the distinct 32-byte sectors that were read: those that an unlimited cache would load."""
+    sectors_read: int  # bytes of the distinct 32-byte sectors that were read: those that an unlimited cache would load
     sectors_written: int
 
 
