@@ -1,5 +1,6 @@
 """Machines that run the kernels: the CPU, or the CUDA sources on a device, with the same calls and arguments."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,7 @@ def numbers(held: Vectors, dtype: str) -> NDArray[np.float32]:
 
 
 class Machine:
-    def place(self, array: Any) -> Any:
-        raise NotImplementedError
+    place: Any
 
     def vectors(self, values: Any, dtype: str = "float32") -> Vectors:
         """Return numbers (S, D), rounded to the nearest, as kernels hold them."""
@@ -109,22 +109,17 @@ class Cuda(Machine):
     kind = "cuda"
 
     def __init__(self, device: Any) -> None:
-        self.device = device
+        self.device, self.place, self.read, self.array = device, device.place, device.read, device.array
+        self.pack, self.unpack = partial(cuda_rows.pack, device), partial(cuda_rows.unpack, device)
+        self.set_streams = partial(cuda_initial.set_streams, device)
+        self.initial_rows = partial(cuda_initial.initial_rows, device)
+        self.index = partial(cuda_key_index.KeyIndex, device)
 
     def slice_of(self, values: NDArray[np.float32], first: int) -> torch.Tensor:
         """Return a copy of values (N, T): columns from ``first`` on of a wider tensor, between others."""
         wide = np.full((len(values), first + values.shape[1] + 2), np.nan, F4)
         wide[:, first:-2] = values
         return torch.as_tensor(self.place(wide))[:, first:-2]
-
-    def place(self, array: Any) -> Any:
-        return self.device.place(array)
-
-    def read(self, array: Any) -> Any:
-        return self.device.read(array)
-
-    def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        return self.device.array(shape, dtype)
 
     def ids(self, ids: NDArray[np.int32], dtype: type) -> Any:
         return self.place(ids.astype(dtype))
@@ -196,18 +191,3 @@ class Cuda(Machine):
             return seen
 
         return Pieces(row_floats, locate)
-
-    def pack(self, fields: Any, slots: Any, order: Any, pieces: Pieces, **how: bool) -> None:
-        cuda_rows.pack(self.device, fields, slots, order, pieces, **how)
-
-    def unpack(self, fields: Any, slots: Any, pieces: Pieces, **how: bool) -> None:
-        cuda_rows.unpack(self.device, fields, slots, pieces, **how)
-
-    def set_streams(self, streams: Any, slots: Any, keys: Any, table_id: int, seed: int) -> None:
-        cuda_initial.set_streams(self.device, streams, slots, keys, table_id, seed)
-
-    def index(self, room: int, table_ids: Any) -> cuda_key_index.KeyIndex:
-        return cuda_key_index.KeyIndex(self.device, room, table_ids)
-
-    def initial_rows(self, keys: Any, *how: Any) -> None:
-        cuda_initial.initial_rows(self.device, keys, *how)
