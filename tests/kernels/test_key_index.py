@@ -178,13 +178,6 @@ def test_threads_that_overtake_each_other_lose_no_key_on_cuda(planted: bool) -> 
         device.close()
 
 
-@every_machine
-def test_a_batch_without_entries_and_an_index_without_keys_are_nothing_special(kind: str) -> None:
-    for index in indexes(kind, 0):
-        index.check((0, []), (1, [3, MIN]), (2, []))
-        index.check()
-
-
 def test_missing_keys_add_up_until_they_are_forgotten_on_cuda() -> None:
     """Two searches of a batch add to one count, and the least entry of both."""
     device = device_for("forward")
