@@ -64,7 +64,6 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A folder for the test."""
     if request.node.get_closest_marker("disk") is None:
         yield tmp_path
         return
@@ -74,7 +73,6 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Return every file below a folder with its bytes."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 

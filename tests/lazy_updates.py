@@ -48,7 +48,6 @@ def untrained_loss(tables: dict[str, torch.Tensor]) -> float:
 
 
 def losses(rule: str) -> tuple[float, float]:
-    """Return the test losses of dense and of lazy updates, which begin with the same rows."""
     make, optimizer = RULES[rule]
     train = {name: values[:SAMPLES] for name, values in clicks().items()}
     schema = tc.Schema(

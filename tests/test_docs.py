@@ -33,7 +33,6 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Return the arguments of each command of tiercache in a block."""
     lines = text.replace("\\\n", " ").splitlines()
     return [line.split("#")[0].split()[1:] for line in lines if line.startswith("tiercache ")]
 
@@ -92,7 +91,6 @@ def set_up() -> str:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with clicks, two datasets of them, and a store that has trained one of them."""
     folder = tmp_path_factory.mktemp("docs")
     write_clicks(folder, "clicks/day.parquet", 0, 3000)
     (folder / "clicks.toml").write_text(next(one.text for one in blocks(README) if one.language == "toml"))

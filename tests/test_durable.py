@@ -17,7 +17,6 @@ Synced = set[tuple[int, int]]
 
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> Synced:
-    """Record what is synced: (inode, time of the last change)."""
     found: Synced = set()
 
     def recording(sync: Any) -> Any:

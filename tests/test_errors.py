@@ -5,7 +5,6 @@ from tiercache.kernels.cuda import cupy_device as cuda
 
 
 def test_every_error_has_its_line_in_the_tree() -> None:
-    """Errors of this package and its kernels; the store has a separate tree."""
     for name in errors.__all__:
         error = getattr(errors, name)
         assert issubclass(error, Exception)

@@ -34,7 +34,6 @@ def run_flights(folder: Path) -> subprocess.CompletedProcess[str]:
 
 @needs_flights
 def test_the_quick_demo_ends_with_the_same_bits_and_a_figure(tmp_path: Path) -> None:
-    """Tiered, in memory, and killed and resumed: the same bits; files of an earlier run are replaced, others kept."""
     pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install --group examples")
     (tmp_path / "passes-timeline.png").write_text("of an earlier run")
     (tmp_path / "mine.txt").write_text("not of the demo")

@@ -76,7 +76,6 @@ def test_parts_that_need_no_store_run_without_lmdb_and_zarr(tmp_path: Path) -> N
 
 
 def cut_part(_machine: Any, keep: gpu.Keep) -> None:
-    """Find something, start a process, and never end."""
     keep({"found": 1})
     started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     keep({"found": 2, "pid": started.pid})

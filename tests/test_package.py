@@ -27,7 +27,6 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build sdist and wheel once, from a copy without leftovers of builds."""
     copy, out = copy_sources(tmp_path_factory.mktemp("copy")), tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy))
     return out

@@ -28,7 +28,6 @@ optimizer = { name = "adagrad", learning_rate = 0.1 }
 
 
 def test_a_store_goes_to_files_and_back_by_command(tmp_path: Path) -> None:
-    """Without a schema: the export describes its tables. One warning names the tables whose state is not exported."""
     tables = all_tables()
     rows = random_rows(tables, [30, 20, 10, 5, 4])
     filled(tmp_path / "a.tc", tables, rows).close()

@@ -76,7 +76,6 @@ def counts_of(data: tc.PassDataset, table: str) -> dict[int, int]:
 
 
 def texts_of(*columns: Any) -> dict[int, int]:
-    """Return the keys of the texts in columns with their counts."""
     found = Counter[int]()
     for column in columns:
         for pair in pc.value_counts(column).to_pylist():
@@ -91,7 +90,6 @@ def triples(*paths: Path) -> list[Any]:
 
 
 def test_flights_have_the_keys_that_pyarrow_counts() -> None:
-    """A compressed TSV of texts, integers, a cross and a shared table, over several passes."""
     Path("flights.toml").write_text(FLIGHTS)
     data = extract(real("flights.tsv.gz"), "--schema", "flights.toml", "--device-budget", "1MiB")
     kinds = pacsv.ConvertOptions(column_types={"flight": pa.int64()}, strings_can_be_null=True)

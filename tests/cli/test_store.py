@@ -75,7 +75,6 @@ def test_an_export_since_a_commit_has_the_changed_rows(trained: tuple[Path, dict
 def test_progress_is_told(
     trained: tuple[Path, dict[int, World]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lookups, exports and differences report progress in steps, up to the total."""
     path, past = trained
     calls: list[tuple[str, int, int]] = []
 

@@ -91,7 +91,6 @@ SCHEMA = tc.Schema(
 
 
 def draw(what: str, count: int, below: int = 2**32) -> NDArray[np.int64]:
-    """Return numbers in [0, below) determined by the name and their position, by splitmix64's finalizer."""
     x = (np.uint64(zlib.crc32(what.encode())) << np.uint64(32)) + np.arange(count, dtype=np.uint64)
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

@@ -136,7 +136,6 @@ def digests(folder: Path, dense: dict[str, NDArray[np.float32]]) -> dict[str, st
 
 
 def digest(*arrays: NDArray[Any]) -> str:
-    """Return the first half of the SHA-256 of arrays, little-endian."""
     whole = hashlib.sha256()
     for array in arrays:
         whole.update(array.astype(array.dtype.newbyteorder("<")).tobytes())

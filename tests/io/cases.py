@@ -25,7 +25,6 @@ Rows = dict[str, dict[int, bytes]]
 
 
 def keeps_state(format_: str, table: Table) -> bool:
-    """Return True if a round trip through a format keeps every bit of a row."""
     if len(table.fields) == 1:
         return True
     if format_ == "hugectr":

@@ -292,7 +292,6 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, exports: Path) -> N
 
 
 def test_names_and_formats_that_would_be_ignored_are_refused(tmp_path: Path, exports: Path) -> None:
-    """Names of other tables, names for a folder, a format for a file or a dict of another one."""
     store, torch_file = tmp_path / "s.tc", exports / "torch/item/table.pt"
     arrays = {"item": np.zeros((4, 2), np.float32)}
     torch.save({"item": torch.zeros(4, 2)}, tmp_path / "model.pt")
@@ -353,7 +352,6 @@ VECTORS = np.arange(8, dtype=np.float32).reshape(4, 2)
 
 
 def imported(source: Any, *tables: tc.Table, **options: Any) -> dict[str, dict[int, list[float]]]:
-    """Import into a store in memory; returns the vector of each key."""
     with Store.open(None, tables=tables, engine=MemoryEngine()) as store:
         tc.import_store(source, store, initial_state=True, **options)
         return {
@@ -368,7 +366,6 @@ def imported(source: Any, *tables: tc.Table, **options: Any) -> dict[str, dict[i
 
 @pytest.mark.parametrize("values", [VECTORS, torch.from_numpy(VECTORS), torch.nn.Parameter(torch.from_numpy(VECTORS))])
 def test_key_i_is_row_i_or_keys_are_given(values: Any) -> None:
-    """For arrays, tensors and parameters, which may be part of a graph."""
     expected = VECTORS.tolist()
     assert imported({"t": values}, T) == {"t": dict(enumerate(expected))}
     keys = np.array([-5, 1 << 62, 0, 9])

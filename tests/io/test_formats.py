@@ -48,7 +48,6 @@ def store(tmp_path: Path, numbers: dict[str, tuple[np.ndarray, tuple[np.ndarray,
 
 
 def items(path: Path) -> dict[int, tuple[list[float], list[float]]]:
-    """Return vector and state of every key of table ``item``."""
     with Store.open(path, mode="r") as store:
         return {
             key: (vector.tolist(), state.tolist())
@@ -207,7 +206,6 @@ def narrow_store(path: Path, dtype: str) -> Path:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_others_read_the_dtype_where_the_format_has_it(tmp_path: Path, dtype: str) -> None:
-    """Safetensors and torch have both; NumPy and Parquet float16; otherwise float32, with the same numbers."""
     keys, (vectors, _) = narrow_numbers(dtype)
     path = narrow_store(tmp_path / "s.tc", dtype)
     for format_ in FORMATS:

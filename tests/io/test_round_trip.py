@@ -42,7 +42,6 @@ DTYPES = ("float32", "bfloat16", "float16")
     memory_bytes=st.sampled_from([2_000, 1 << 20]),
 )
 def test_bits_come_back(format_: str, shapes: list[tuple[int, int, str, str]], seed: int, memory_bytes: int) -> None:
-    """Any tables, dims, optimizers and dtypes; state that the format cannot store starts over, with a warning."""
     tables = [table(f"t{i}", *shape) for i, (_, *shape) in enumerate(shapes)]
     rows = random_rows(tables, [count for count, *_ in shapes], seed)
     whole = all(keeps_state(format_, one) for one in tables)

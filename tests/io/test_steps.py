@@ -116,7 +116,6 @@ def test_the_count_stands_where_the_state_does(trained: Path, tmp_path: Path, fo
 
 @pytest.mark.parametrize("optimizer", [tc.optim.SGD(learning_rate=0.1), tc.optim.Adagrad(learning_rate=0.1)])
 def test_rows_of_16_bits_leave_with_the_count(tmp_path: Path, optimizer: tc.optim.SGD | tc.optim.Adagrad) -> None:
-    """With any optimizer, if whole rows are exported; files without it get a warning."""
     narrow = dataclasses.replace(PLAIN, optimizer=optimizer, dtype="float16")
     fields = tuple(np.ones((5, field.width), np.float32) for field in narrow.fields)
     with Store.open(None, tables=[narrow], engine=MemoryEngine()) as store:

@@ -48,7 +48,6 @@ def machine(kind: str, turn: int = 0) -> Iterator[Any]:
 
 
 def machines(kind: str) -> Iterator[Any]:
-    """Yield a machine of a kind for each number, or order, of threads."""
     for turn in range(2 if kind == "cpu" else len(ORDERS)):
         with machine(kind, turn) as one:
             yield one
@@ -90,7 +89,6 @@ class Bags:
         return self.distance + self.num_features * (self.dim + self.distance)
 
     def entries(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (feature, sample, first entry, end of entries) of every bag."""
         for f in range(self.num_features):
             for n in range(self.num_samples):
                 bag = f * self.num_samples + n
@@ -122,7 +120,6 @@ class Bags:
         return out
 
     def row_gradients(self, gradient: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Sum, in float64, the gradient of every slot's row."""
         out, slots = np.zeros(self.vectors.shape), self.slots()
         for f, n, first, last in self.entries():
             grad = gradient[n, self.cols[f] : self.cols[f] + self.dim].astype(np.float64)

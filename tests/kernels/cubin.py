@@ -13,7 +13,6 @@ class Kernel(NamedTuple):
 
 
 def end_of(cubin: bytes) -> int:
-    """Return the end of the program headers, the last part of the file."""
     (begin,), (size, count) = struct.unpack_from("<Q", cubin, 32), struct.unpack_from("<HH", cubin, 54)
     return int(begin + size * count)
 

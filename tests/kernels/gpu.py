@@ -35,13 +35,11 @@ class GpuDevice:
         return torch.from_numpy(np.ascontiguousarray(array)).cuda()
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> torch.Tensor:
-        """Return an array of garbage on the GPU."""
         rubbish: NDArray[Any] = np.empty(shape, dtype)
         rubbish.reshape(-1).view(np.uint8)[...] = 0xA5
         return self.place(rubbish)
 
     def large(self, rows: int, width: int) -> torch.Tensor:
-        """Return zeros of float32 that take memory; skips the test if the GPU has too little."""
         free, needed = torch.cuda.mem_get_info()[0], 4 * rows * width
         if needed + _SPARE_BYTES > free:
             pytest.skip(f"the array takes {needed:,} bytes, and {free:,} are free on the GPU")

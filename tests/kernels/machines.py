@@ -32,7 +32,6 @@ def narrow(values: NDArray[np.float32], dtype: str) -> Vectors:
 
 
 def numbers(held: Vectors, dtype: str) -> NDArray[np.float32]:
-    """Return the contents of vectors, as float32."""
     if dtype == "float32":
         return np.array(held.values)
     return np.array(from_bits(np.ascontiguousarray(held.values[:, : held.dim]), dtype))

@@ -58,7 +58,6 @@ def rounded(value: np.float32, noise: int, dtype: str) -> int:
 
 
 def row_words(key: int, table_id: int, seed: int, dim: int) -> list[int]:
-    """Return the random word of every element of an initial row."""
     stream = mix(seed ^ table_id)
     key &= ALL
     words: list[int] = []

@@ -38,7 +38,6 @@ def test_the_published_vectors(data: bytes, expected: int) -> None:
     seed=st.integers(0, 9),
 )
 def test_runs_of_any_lengths_in_any_arrays_are_as_in_the_library(sizes: list[list[int]], first: int, seed: int) -> None:
-    """Four at a time or one, empty ones too, from any address; the store's own function returns the same."""
     rng, parts, expected = np.random.default_rng(seed), [], []
     for lengths in sizes:
         bounds = np.cumsum([first, *lengths]).astype(np.int64)

@@ -25,7 +25,6 @@ def run(code: str, **environment: str) -> str:
 
 
 def test_prepare_compiles_every_kernel_and_tells_how_far_it_is() -> None:
-    """No kernel of any module is left for the first batch; kernels for 16-bit dtypes are compiled on request."""
     told: list[tuple[str, int, int]] = []
     prepare(lambda *arguments: told.append(arguments))
     prepare(narrow=True)
@@ -73,7 +72,6 @@ def test_compiled_code_lies_in_one_folder_that_the_next_process_finds(tmp_path: 
 
 
 def test_kernels_compile_where_nothing_can_be_cached(tmp_path: Path) -> None:
-    """A read-only installation without a home still works, only slower to start."""
     blocked = tmp_path / "file"
     blocked.touch()
     code = (

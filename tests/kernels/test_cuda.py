@@ -51,7 +51,6 @@ def test_compiled_code_flushes_and_fuses_nothing(name: str) -> None:
 
 @needs_cupy
 def test_a_source_that_does_not_compile_is_told_with_the_compilers_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log names file and line as they are on disk."""
     broken = launch.source("gathering").replace("int64 first_task;", "int64 first_task; no_such_type x;", 1)
     monkeypatch.setattr(cuda, "source", lambda _: broken)
     with pytest.raises(cuda.CudaError, match=r"gathering\.cu\(8\).*no_such_type"):
@@ -109,7 +108,6 @@ def test_a_machine_that_cannot_run_cuda_is_told_what_it_lacks(
 
 
 def test_a_source_is_one_text_with_its_headers_in_place() -> None:
-    """Each header once, with the lines and names of its file for the compiler's messages."""
     for name in cuda.sources():
         text = launch.source(name)
         assert '#include "' not in text
@@ -122,14 +120,12 @@ Compiler = Callable[[], bytes]
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """Return a compiler that numbers its code."""
     monkeypatch.setattr(cuda, "_IN_MEMORY", {})
     numbers = itertools.count(1)
     return lambda: b"code %d" % next(numbers)
 
 
 def in_a_new_process(folder: Path | None, inputs: str, make: Compiler) -> bytes:
-    """Look up with an empty memory cache."""
     cuda._IN_MEMORY.clear()
     return cuda.cached_code(folder, "sorting.sm_90.cuda", inputs, make)
 

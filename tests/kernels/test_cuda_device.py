@@ -102,8 +102,6 @@ class Cupy:
 
 
 class Torch:
-    """Torch's part of a device: memory of the shim, and a stream."""
-
     def __init__(self, shim: ShimDevice) -> None:
         self._shim, self.taken, self.uploads, self.inside = shim, 0, 0, 0
 
@@ -134,8 +132,6 @@ class Torch:
 
 
 class Module:
-    """A stand-in for a module of CuPy, which runs on the shim."""
-
     def __init__(self, cupy: Cupy) -> None:
         self.cupy, self.name = cupy, ""
 
@@ -269,7 +265,6 @@ def test_a_gpu_that_the_compiler_does_not_know_gets_code_for_its_driver(
 def test_a_gpu_that_kernels_are_not_compiled_for_is_refused(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], known: tuple[int, ...], said: str
 ) -> None:
-    """One that NVRTC of a later CUDA no longer supports, and one older than 8.0."""
     cupy = stand_in(monkeypatch, capability)
     cupy.nvrtc.known = known
     with pytest.raises(cuda.CudaError, match=said):

@@ -48,7 +48,6 @@ def test_texts_have_the_hashes_of_the_page() -> None:
 
 
 def test_crosses_have_the_hashes_of_the_page() -> None:
-    """XXH64 of 8-byte words: integers as they are, strings by their hash."""
     for words, wanted in rows_below("| words | XXH64 |"):
         row = [
             xxh64(word.strip('"').encode()) if word.startswith('"') else int(word) % 2**64
@@ -64,7 +63,6 @@ def test_mix_has_the_values_of_the_page() -> None:
 
 
 def test_keys_have_the_hashes_and_the_order_of_the_page() -> None:
-    """Order is unsigned by hash, by the kernel and by the store."""
     cells = rows_below("| key | hash |")
     keys, hashes = np.array([int(key) for key, _ in cells]), [int(wanted, 16) for _, wanted in cells]
     assert hash_keys(keys, ITEM).tolist() == hashing.hash_keys(keys, ITEM).tolist() == hashes == sorted(hashes)
@@ -79,7 +77,6 @@ def test_blocks_have_the_words_of_the_page() -> None:
 
 @pytest.mark.parametrize(("name", "kind", "a", "b"), [("uniform", UNIFORM, -0.05, 0.05), ("normal", NORMAL, 0.0, 1.0)])
 def test_initial_rows_have_the_bits_of_the_page(name: str, kind: int, a: float, b: float) -> None:
-    """Six elements: one block and a half."""
     cells = [row for row in rows_below("| key | initializer | bits |") if row[1].startswith(name)]
     out = np.empty((len(cells), 6), np.float32)
     initial_rows(np.array([int(row[0]) for row in cells]), ITEM, SEED, kind, a, b, out)
@@ -87,7 +84,6 @@ def test_initial_rows_have_the_bits_of_the_page(name: str, kind: int, a: float, 
 
 
 def test_random_bits_of_steps_are_those_of_the_page() -> None:
-    """From a kernel's step of a row of zeros, against the slow definition."""
     for key, step, bits in rows_below("| key | step | random bits of elements 0 to 7 |"):
         wanted = [int(x, 16) for x in re.findall(r"0x\w+", bits)]
         assert random_bits(ITEM, SEED, int(key), int(step), 8).tolist() == wanted
@@ -173,7 +169,6 @@ def test_xxh64_gives_the_published_values(length: int, seed: int, wanted: int) -
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.binary(max_size=100), max_size=8), st.integers(0, BITS))
 def test_xxh64_of_many_strings_is_that_of_each(texts: list[bytes], seed: int) -> None:
-    """Any length from 0 to beyond several blocks, any alignment, any seed, against the store's Python."""
     offsets = np.concatenate([[0], np.cumsum([len(t) for t in texts])]).astype(np.int64)
     data = np.frombuffer(b"".join(texts), np.uint8)
     assert xxh64_strings(data, offsets, seed).tolist() == [hashing.xxh64(t, seed) for t in texts]
@@ -182,7 +177,6 @@ def test_xxh64_of_many_strings_is_that_of_each(texts: list[bytes], seed: int) ->
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 6), st.integers(0, 5), st.integers(0, 2**32))
 def test_xxh64_of_words_is_that_of_their_little_endian_bytes(rows: int, width: int, seed: int) -> None:
-    """A cross is hashed as the bytes of its words."""
     words = np.random.default_rng(seed).integers(0, BITS, (rows, width), np.uint64, endpoint=True)
     wanted = [hashing.xxh64(b"".join(int(w).to_bytes(8, "little") for w in row), 0) for row in words]
     assert xxh64_words(words).tolist() == wanted

@@ -34,7 +34,6 @@ KNOWN = [
 def test_philox_is_as_published(
     counter: tuple[int, int, int, int], key: tuple[int, int], wanted: tuple[int, ...]
 ) -> None:
-    """The slow definition, which rows' words are compared with."""
     assert philox(counter, key) == wanted
 
 
@@ -52,7 +51,6 @@ def test_normal_rows_are_box_mullers(keys: list[int], dim: int) -> None:
 
 
 def test_a_normal_row_depends_on_table_seed_and_key_only() -> None:
-    """Any order, any batch: the same bits; another table or seed: other rows."""
     keys = np.random.default_rng(0).integers(-(2**62), 2**62, 300)
     whole, single, other = (np.empty((300, 33), np.float32) for _ in range(3))
     initial_rows(keys, 9, 8, NORMAL, -1.0, 1.0, whole)

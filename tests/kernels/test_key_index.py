@@ -29,7 +29,6 @@ def unmix(value: int) -> int:
 
 
 def keys_of_hashes(hashes: list[int], table_id: int) -> np.ndarray:
-    """Return the keys of a table that have these hashes."""
     keys = np.array([unmix(h) ^ table_id for h in hashes], np.uint64).view(np.int64)
     assert hash_keys(keys, table_id).tolist() == hashes
     return keys
@@ -68,7 +67,6 @@ class Index:
         return self.m.read(out).tolist(), counted.read()
 
     def check(self, *asked: tuple[int, list[int]]) -> None:
-        """Look up keys of tables, some of them missing, and compare with the dict."""
         keys = np.array([key for _, batch in asked for key in batch], np.int64)
         starts = np.cumsum([0, *(len(batch) for _, batch in asked)])
         wanted = [self.known.get((table, key), -1) for table, batch in asked for key in batch]
@@ -78,7 +76,6 @@ class Index:
 
 
 def indexes(kind: str, room: int) -> Iterator[Index]:
-    """Yield an empty index for each number, or order, of threads."""
     for m in machines(kind):
         yield Index(m, room)
 
@@ -89,7 +86,6 @@ def indexes(kind: str, room: int) -> Iterator[Index]:
 def test_an_index_answers_as_a_dict(
     kind: str, sets: list[tuple[int, list[int]]], asked: list[tuple[int, list[int]]], turn: int, seed: int
 ) -> None:
-    """Several tables with equal keys and equal hashes, both reserved keys, any order of threads."""
     rng = np.random.default_rng(seed)
     with machine(kind, turn) as m:
         index = Index(m, 120)
@@ -121,7 +117,6 @@ def test_key_sets_fill_an_index_to_four_fifths(kind: str, size: int) -> None:
 
 @every_machine
 def test_keys_of_one_home_are_found_round_the_end_of_the_index(kind: str) -> None:
-    """A thousand keys whose search begins at the last place, in two tables; as many absent keys are missing."""
     size = 1000
     hashes = [(i << 30) + 0xFFFF for i in range(2 * size)]
     first, second = (keys_of_hashes(hashes, int(table_id)) for table_id in TABLE_IDS[:2])
@@ -179,7 +174,6 @@ def test_threads_that_overtake_each_other_lose_no_key_on_cuda(planted: bool) -> 
 
 
 def test_missing_keys_add_up_until_they_are_forgotten_on_cuda() -> None:
-    """Two searches of a batch add to one count, and the least entry of both."""
     device = device_for("forward")
     there, missing = cuda_key_index.KeyIndex(device, 4, TABLE_IDS), cuda_key_index.MissingKeys(device)
     there.extend([KeySet(0, device.place(np.array([8])), 0)])
@@ -193,7 +187,6 @@ def test_missing_keys_add_up_until_they_are_forgotten_on_cuda() -> None:
 
 
 def test_an_index_is_no_larger_than_promised() -> None:
-    """20 to 40 bytes per key, and capacity is a power of two."""
     for room in (13, 100, 1638, 1639, 50_000, 52_428, 52_429):
         index = KeyIndex(room, TABLE_IDS)
         assert index.capacity.bit_count() == 1

@@ -40,7 +40,6 @@ def test_entries_of_parts_are_those_of_numpy() -> None:
 
 
 def test_hashes_of_runs_are_those_of_each_table() -> None:
-    """Including an empty run; counts that do not add up to the keys are refused."""
     keys = np.random.default_rng(2).integers(-(1 << 63), (1 << 63) - 1, 1000)
     ids, counts = np.array([7, 1 << 63, 9], np.uint64), np.array([400, 0, 600])
     found = hash_runs(keys, ids, counts)

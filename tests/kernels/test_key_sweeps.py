@@ -29,7 +29,6 @@ def test_a_hash_range_ends_before_the_first_hash_above_it(seed: int, size: int, 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), size=st.sampled_from([0, 1, 2, 3, 100, 20_000]), table_id=st.integers(0, 2**64 - 1))
 def test_a_key_is_found_at_its_place_and_others_are_not(seed: int, size: int, table_id: int) -> None:
-    """-1 for absent keys, also below the first hash and above the last one."""
     rng = np.random.default_rng(seed)
     keys = np.unique(rng.integers(-(2**62), 2**62, size))
     keys = keys[np.argsort(hash_keys(keys, table_id))]
@@ -56,14 +55,12 @@ def test_search_results_need_one_place_a_query() -> None:
 
 
 def owner_by_definition(hashed: int, num_owners: int) -> int:
-    """Return the r with floor(r * 2^64 / W) <= hash < floor((r + 1) * 2^64 / W), by whole numbers."""
     bounds = [r * 2**64 // num_owners for r in range(num_owners + 1)]
     return int(np.searchsorted(np.array(bounds[1:], object), hashed, side="right"))
 
 
 @pytest.mark.parametrize("num_owners", [1, 2, 3, 5, 7, 64, 100, 1000, 1023, 1024])
 def test_a_key_belongs_to_the_rank_whose_range_has_its_hash(num_owners: int) -> None:
-    """At every bound, one below and one above, and at both ends of the hashes, compared with exact whole numbers."""
     bounds = [r * 2**64 // num_owners for r in range(1, num_owners)]
     some = bounds[:: max(1, num_owners // 25)]
     hashes = [0, 1, 2**64 - 1, 2**63, *(bound + step for bound in some for step in (-1, 0, 1))]

@@ -57,7 +57,6 @@ def pool(
 @settings(max_examples=60, deadline=None)
 @given(case=bags(one_id=True, modes=(SUM,)), dtype=ALL_DTYPES, turn=TURNS, ids_dtype=ID_DTYPES)
 def test_one_id_per_sample_copies_its_row(kind: str, case: Bags, dtype: str, turn: int, ids_dtype: type) -> None:
-    """pool_one writes only each id's row to its columns, and its slot; so does spread_one of the CPU."""
     with machine(kind, turn) as m:
         held, wanted = m.vectors(case.vectors, dtype), as_held(case, dtype).pooled()
         done = written(m, case)
@@ -131,7 +130,6 @@ def test_the_gradient_of_a_weight_is_row_times_gradient(kind: str, case: Bags, d
 @every_machine
 @pytest.mark.parametrize("dim", DIMS)
 def test_gather_copies_rows(kind: str, dim: int) -> None:
-    """Unpooled: one row for each entry, in order; none at all works too; slot -1 of a device reads as zeros."""
     rng = np.random.default_rng(dim)
     values = rng.standard_normal((50, dim)).astype(F4)
     for dtype in ("float32", DTYPES[dim % 2]):

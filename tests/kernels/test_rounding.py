@@ -111,7 +111,6 @@ def neighbors(value: float, dtype: str) -> tuple[float, float]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 65])
 def test_any_float32_is_rounded_by_the_definition(kind: str, dtype: str, dim: int) -> None:
-    """Ends, ties and subnormals of the dtypes, 8,000 bit patterns, infinities; NaN stays NaN."""
     drawn = np.random.default_rng(0).integers(0, 1 << 32, 8000, dtype=np.uint64).astype(np.uint32)
     drawn[:4000] = drawn[:4000] % 0x18000000 + 0x30000000  # where float16 has its numbers
     values = np.concatenate([np.repeat(np.array(AWKWARD, np.uint32), 40), drawn, [0x7F800001, 0xFFC12345]])
@@ -186,7 +185,6 @@ def results(m: Any, dtype: str) -> list[Any]:
 
 
 def agrees(m: Any, dtype: str) -> bool:
-    """Return True if a machine has the CPU's bits, none of which is 0."""
     (out, rows), (wanted, stepped_rows) = results(m, dtype), results(Cpu(), dtype)
     before = SUBNORMAL if dtype == "float32" else narrow(SUBNORMAL, dtype).values
     assert not np.array_equal(stepped_rows, before), "the step changed nothing"
@@ -195,7 +193,6 @@ def agrees(m: Any, dtype: str) -> bool:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_subnormal_rows_and_gradients_are_kept_on_cuda(dtype: str) -> None:
-    """Sums, products and steps of numbers from 2^-133 on: the CPU's bits."""
     with machine("cuda", 2) as m:
         assert agrees(m, dtype)
 

@@ -19,7 +19,6 @@ from tiercache.kernels.pieces import Pieces
 
 
 def pieces_of(sizes: list[int], width: int, distance: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Lay pieces out one after another, `distance` floats apart."""
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     offset = (first[:-1] * width + distance * np.arange(len(sizes))).astype(np.int64)
     return first, offset, int(first[-1]) * width + distance * len(sizes)
@@ -105,7 +104,6 @@ def test_pack_is_field_major_in_each_piece_and_unpack_reverses_it(
 
 @given(st.permutations(range(4)), st.integers(0, 2))
 def test_pieces_in_any_order_with_places_left_out_are_packed(places: list[int], left_out: int) -> None:
-    """A piece gets the rows at its places of the order, whenever it was added."""
     field, rng = np.arange(40, dtype=np.float32).reshape(40, 1), np.random.default_rng(sum(places[:2]))
     slots, order = rng.permutation(40).astype(np.int32), rng.permutation(40).astype(np.int32)
     pieces, packed = Pieces(1), {}
@@ -118,7 +116,6 @@ def test_pieces_in_any_order_with_places_left_out_are_packed(places: list[int], 
 
 
 def steps_of(call: Callable[[], None]) -> int:
-    """Return the number of instructions that the interpreter runs."""
     steps = 0
 
     def count(frame: Any, event: str, _: Any) -> Any:

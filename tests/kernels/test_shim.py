@@ -48,7 +48,6 @@ def planted(old: str, new: str, order: str = "forward") -> ShimDevice:
 
 
 def run(kernel: str, order: str, size: int = 256, *, flush: bool = False) -> np.ndarray:
-    """Run one block of a small kernel on ``a`` = 0, 1, 2 ... and return ``b``."""
     before = "__device__ __forceinline__ int slot_of_entry("
     device = ShimDevice(order, changed=lambda _, text: text.split(before)[0] + KERNELS, flush=flush)
     a, b = device.place(np.arange(size)), device.empty(size, np.int64)
@@ -145,12 +144,10 @@ def test_a_missing_barrier_in_a_kernel_of_ours_is_caught() -> None:
 
 
 def test_shared_memory_does_not_keep_what_a_block_before_left() -> None:
-    """A kernel that relies on zeros in shared memory is found."""
     assert (run("without_first_write", "forward") == np.uint64(0xA5A5A5A5A5A5A5A5).view(np.int64)).all()
 
 
 def test_warp_operations_do_what_cudas_do() -> None:
-    """Shuffles within a width, ballots, equal values: against NumPy, in every order."""
     i = np.arange(256)
     lane = i % 32
     for order in ORDERS:

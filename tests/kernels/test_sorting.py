@@ -31,7 +31,6 @@ ALL_SLOTS = 2**31 - 1
 def test_entries_are_sorted_stably(
     kind: str, seed: int, sizes: list[int], num_slots: int, skew: int, turn: int
 ) -> None:
-    """Like NumPy's stable argsort, for any number of groups, slots and threads, and sizes around a task's."""
     rng = np.random.default_rng(seed)
     slots = [(rng.random(size) ** skew * num_slots).astype(np.int32) for size in sizes]
     with machine(kind, turn) as m:
@@ -66,7 +65,6 @@ def test_a_slot_beyond_the_last_is_refused() -> None:
 
 @pytest.mark.parametrize(("num_slots", "sorts"), [(100, 1), (2**30, 3), (ALL_SLOTS, 3)])
 def test_groups_share_a_sort_as_long_as_their_slots_are_int32_numbers_on_cuda(num_slots: int, sorts: int) -> None:
-    """Three groups: a launch before and one after each sort."""
     device = ShimDevice()
     slots = np.array([num_slots - 1, 0, 0], np.int32)
     found = sort_groups(device, [([device.place(slots)], num_slots)] * 3)

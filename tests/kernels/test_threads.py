@@ -24,7 +24,6 @@ print(torch.get_num_threads())
 
 
 def printed(code: str, **environment: str) -> str:
-    """Run code in a new process and return its output; standard error must be empty."""
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -47,7 +46,6 @@ print(torch.get_num_threads(), threads())
 
 
 def test_kernels_use_the_threads_of_torch_as_far_as_numba_has_them() -> None:
-    """Their environment variables are independent, and need not agree."""
     assert printed(SHARED, OMP_NUM_THREADS="2", NUMBA_NUM_THREADS="1") == "2 1"
 
 

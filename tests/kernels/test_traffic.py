@@ -39,7 +39,6 @@ class Goal(NamedTuple):
 
 @pytest.fixture
 def goal() -> Iterator[Goal]:
-    """Draw the ids of a batch; a row's rank determines its frequency."""
     rng, device = np.random.default_rng(0), ShimDevice(counted=True)
     share = np.cumsum(np.arange(1, ROWS + 1) ** -1.05)
     drawn = np.searchsorted(share, rng.random(ENTRIES) * share[-1]).astype(np.int32)
@@ -61,7 +60,6 @@ def moved(goal: Goal, kernels: Callable[[str], bool]) -> int:
 
 
 def test_a_lookup_moves_what_it_must(goal: Goal) -> None:
-    """Ids, a slot for each, distinct rows, and the output: through bags, and through rows of each feature."""
     m, cols = goal.machine, np.arange(TABLES) * DIM
     vectors, local = m.vectors(np.zeros((TABLES * ROWS, DIM), np.float32)), m.place(goal.slot_of)
     ids, slots, out = m.place(goal.ids), m.array((ENTRIES,), np.int32), m.array((SAMPLES, TABLES * DIM), np.float32)

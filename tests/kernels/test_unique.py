@@ -36,7 +36,6 @@ def test_unique_slots_and_the_inverse_are_numpys(slots: list[int]) -> None:
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 200), max_size=100), min_size=1, max_size=3), st.integers(201, 400))
 def test_unique_positions_are_those_of_the_sort(batches: list[list[int]], num_positions: int) -> None:
-    """For batch after batch with one scratch, whose bits are zero again after each."""
     words = -(-num_positions // 64)
     bits, before = np.zeros(words, np.uint64), np.empty(words, np.int32)
     for batch in batches:
@@ -59,7 +58,6 @@ def test_positions_outside_are_refused_before_a_bit_is_set(bad: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 16384, 100_003])
 def test_unique_slots_are_the_same_for_any_number_of_threads(count: int) -> None:
-    """Parts end inside runs of one slot; the highest slot is the highest int32."""
     rng = np.random.default_rng(count)
     slots = np.floor(rng.random(count) ** 6 * 5000).astype(np.int32)
     slots[-1] = 2**31 - 1
@@ -106,7 +104,6 @@ KEYS = st.lists(SMALL_KEYS | st.integers(-(1 << 63), (1 << 63) - 1), max_size=12
 
 
 def add(unique: UniqueKeys, keys: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Add keys to every part and return their numbers."""
     out = np.full(keys.size, -7, np.int32)
     for part in range(unique.parts):
         unique.add(keys, out, part)
@@ -116,7 +113,6 @@ def add(unique: UniqueKeys, keys: NDArray[np.int64]) -> NDArray[np.int32]:
 @settings(max_examples=150, deadline=None)
 @given(calls=st.lists(KEYS, min_size=1, max_size=4), forgotten=KEYS, parts=st.sampled_from([1, 2, 8]))
 def test_unique_keys_are_in_hash_order_with_counts(calls: list[list[int]], forgotten: list[int], parts: int) -> None:
-    """Removed keys are as if they had never been added; every number has the position of its key."""
     unique, numbers, given_keys = UniqueKeys(12345, parts), [], []
     for call in calls:
         keys = np.array(call, np.int64)

@@ -222,7 +222,6 @@ def test_slices_of_columns_step_as_whole_rows_by_the_means_of_these(kind: str, o
 
 @every_machine
 def test_one_hot_row_takes_all(kind: str) -> None:
-    """3000 entries of one row, also of an only row; 600 entries without a row are skipped on a device."""
     rng = np.random.default_rng(0)
     for num_slots, hot, size in ((5, 2, 3000), (1, 0, 3000), (5, -1, 600)):
         if kind == "cpu" and hot < 0:
@@ -249,7 +248,6 @@ def test_one_hot_row_takes_all(kind: str) -> None:
 def test_bits_are_those_of_any_threads_and_slots(
     kind: str, optimizer: str, dim: int, decay: float, seed: int, size: int, *, hot: bool
 ) -> None:
-    """The same batch on one thread and on two, or one SM and three, and with rows in other slots."""
     size, rng = size if kind == "cpu" else min(size, 700), np.random.default_rng(seed)
     num_slots = 1 if hot else 300
     slots = (rng.random(size) ** 3 * num_slots).astype(np.int32)
@@ -315,7 +313,6 @@ def same_but_nan(found: NDArray[Any], wanted: NDArray[Any], dtype: str = "float3
 @pytest.mark.parametrize("dim", [1, 17, 64, 130])
 @pytest.mark.parametrize("turn", [0, 1])
 def test_sums_are_the_steps_of_rows_of_zeros(dim: int, turn: int) -> None:
-    """Bit-identical, hot rows too, whatever the memory contained; rows without an entry do not change."""
     rng = np.random.default_rng(dim)
     slots = np.minimum(rng.integers(0, 300, 30_000), 200).astype(np.int32)  # slot 200 has a third of all
     slots[slots == 7] = 8

@@ -124,7 +124,6 @@ def test_lookups_one_after_another_step_as_one_on_cuda(dim: int, mode: int) -> N
 
 @pytest.mark.parametrize("dim", [3, 64])
 def test_ids_in_the_order_of_their_positions_step_the_same_rows_on_cuda(dim: int) -> None:
-    """Ids are sorted before the slots of their rows are known: the same bits, for any slots."""
     rng, size, limits = np.random.default_rng(dim), 700, np.array([30, 9, 200], np.int64)
     starts, bases = np.array([0, 300, 300 + 50, size], np.int64), np.array([200, 230, 0], np.int64)
     feature = np.repeat(np.arange(3), np.diff(starts))

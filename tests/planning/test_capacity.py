@@ -32,7 +32,6 @@ def capacity_of(data: tc.PassDataset, order: OrderRule = None, rates: Rates = RA
 
 @pytest.mark.parametrize(("order", "commit_every"), [(None, 1), ((3, 1, 0, 2, *range(4, 12)), 3)])
 def test_every_point_of_the_curve_is_what_training_plans(tmp_path: Path, order: OrderRule, commit_every: int) -> None:
-    """For each host budget, from the least that trains to one that holds everything: pass by pass, to the byte."""
     data = CASE.cut(tmp_path / "d")
     capacity = capacity_of(data, order)
     points = capacity.curve(1 << 30)
@@ -84,7 +83,6 @@ def test_memory_takes_the_least_memory_and_speed_the_least_time_to_the_same_bits
 
 
 def test_commits_are_further_apart_where_writes_bound_the_training(tmp_path: Path) -> None:
-    """Otherwise as often as possible; never if the user sets the interval."""
     data = CASE.cut(tmp_path / "d")
     slow = capacity_of(data, rates=RATES.model_copy(update={"write": 1e6, "samples": None}))
     points = slow.curve(1 << 30)

@@ -43,7 +43,6 @@ def model_of(commit_every: int = 1, **cut: Any) -> Model:
 
 @pytest.mark.parametrize("exponent", [0.0, 0.7, 1.0, 1.3])
 def test_the_model_counts_the_keys_that_passes_draw(exponent: float) -> None:
-    """Unique keys, keys of all passes, and keys that the next pass needs after each distance."""
     rows, draws, passes, chance = 20_000, 8000, 6, np.random.default_rng(0)
     weights = np.arange(1, rows + 1) ** -exponent
     drawn = [np.unique(chance.choice(rows, draws, p=weights / weights.sum())) for _ in range(passes)]

@@ -93,7 +93,6 @@ USES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), max_size=6, un
 def test_kept_are_the_soonest_used(
     passes: list[tuple[list[list[tuple[int, int]]], int]], block_rows: int, row_bytes: int
 ) -> None:
-    """Pass after pass with two groups and capacities that grow and shrink: the same pages and bytes."""
     content, obvious = HostCache(), SortingContent()
     for pass_index, (groups, pages) in enumerate(passes):
         for group, distances in enumerate(groups):

@@ -44,7 +44,6 @@ def chained(folder: Path, order: list[int]) -> tc.PassDataset:
 
 
 def kept_bytes(data: tc.PassDataset, order: OrderRule) -> int:
-    """Return the bytes that stay on the device in an epoch of an order."""
     positions = RowOffsets.of(data, group_tables(data.tables))
     schedule = Schedule(num_passes=len(data), dataset_digest=data.digest, order=order)
     return Reuse.of(schedule, positions, positions.keys_of(data)).kept_bytes

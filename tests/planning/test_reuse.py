@@ -19,7 +19,6 @@ CASE = Case(tables=(table("a", 4), table("b", 8)), specs=SPECS, num_samples=500,
 @pytest.mark.parametrize("order", [None, (2, 0, 4, 1, 3)])
 @pytest.mark.parametrize("keys_per_range", [7, 1 << 20])
 def test_reuse_is_that_of_sets(tmp_path: Path, order: OrderRule, keys_per_range: int) -> None:
-    """Keys, numbers of passes with each, distances, neighbors' rows and the share of the most frequent."""
     data = CASE.cut(tmp_path / "d")
     positions = RowOffsets.of(data, group_tables(data.tables))
     schedule = Schedule(num_passes=5, dataset_digest="d", order=order)

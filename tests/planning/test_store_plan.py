@@ -23,7 +23,6 @@ NOTHING = History()
 
 
 def layout_of(pass_index: int, counts: list[int], block_rows: int) -> SegmentLayout:
-    """Return a dump with ``counts`` rows for each later pass."""
     ranges = tuple(Range(next_use=pass_index + distance, table_rows=(n,)) for distance, n in enumerate(counts, 1) if n)
     return SegmentLayout.of(row_bytes=32, page_rows=2, block_bytes=32 * block_rows, ranges=ranges)
 

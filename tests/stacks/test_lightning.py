@@ -28,8 +28,6 @@ pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed
 
 
 class Module(pl.LightningModule):  # type: ignore[name-defined, misc]
-    """A model as people write it for Lightning."""
-
     def __init__(self, cache: tc.TierCache) -> None:
         super().__init__()
         self.net, self.cache = model_of(cache), cache
@@ -78,7 +76,6 @@ def weights_of(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def fitted(folder: Path, name: str, *, kind: type[Module] = Module, generator: bool = False, **options: Any) -> Any:
-    """Train by ``Trainer.fit``; generator: with a loader without a length."""
     with opened(folder, name) as cache:
         module = module_of(cache, kind)
         loader = batches_of(cache)

@@ -101,7 +101,6 @@ class Batches(list[Any]):
 
 
 def fit(folder: Path, model: Any, optimizer: Any, batches: Any, cache: Any = None, **options: Any) -> Any:
-    """Train by a Trainer, and return it; the cache, if there is one, clips gradients."""
     arguments = transformers.TrainingArguments(
         str(folder / "output"), num_train_epochs=1, max_grad_norm=MAX_NORM, save_strategy="no", report_to=[],
         use_cpu=True, disable_tqdm=True, logging_steps=1, **options,
@@ -208,7 +207,6 @@ def ended(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_training_that_was_killed_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    """By SIGKILL, inside a pass; it resumes from the last commit, which has the passes before."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     ran = run(whole)
     assert ran.returncode == 0, ran.stderr
@@ -312,7 +310,6 @@ def test_an_initialized_model_has_the_buffers_and_weights_of_transformers(tmp_pa
 
 
 def test_keys_of_a_model_that_was_not_initialized_are_refused(tmp_path: Path) -> None:
-    """Its buffers are what memory had before, so its keys are outside the table."""
     tokens = tokens_of()
     model = converted(data := data_of(tmp_path, tokens))
     ngrams = model.get_submodule(PLACE.rpartition(".")[0])
@@ -326,7 +323,6 @@ def test_keys_of_a_model_that_was_not_initialized_are_refused(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("rows", "columns"), [("500", 3), ("20000000", 2)])
 def test_the_example_trains_with_equal_losses(tmp_path: Path, rows: str, columns: int) -> None:
-    """Beside transformers' own model if its table fits; the released table leaves out that one."""
     command = [sys.executable, "-m", "examples.qwen4_ngrams", "--rows-per-head", rows, "--tokens", "6000"]
     ran = subprocess.run(
         [*command, "--folder", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True,

@@ -65,7 +65,6 @@ def model_of(device: str = "cpu") -> Any:
 
 
 def loader_of(p: int) -> list[tuple[torch.Tensor, Any, torch.Tensor]]:
-    """Return the batches of a pass, as torchrec has them: its keys are of a window of all."""
     chance, found = np.random.default_rng(p), []
     for _ in range(BATCHES):
         lengths = chance.integers(0, 4, (len(FEATURES), BATCH))

@@ -47,7 +47,6 @@ class Trainer(BaseTrainer):  # type: ignore[misc, valid-type]
 
 
 def trainer_of(folder: Path, cache: tc.TierCache, model: Any, *, clips: bool = True, **options: Any) -> Any:
-    """Return a trainer; clips: by the cache."""
     arguments: dict[str, Any] = {
         "output_dir": str(folder / "output"), "num_train_epochs": 1, "max_grad_norm": torch.inf, "save_strategy": "no",
         "report_to": [], "use_cpu": True, "disable_tqdm": True, "label_names": ["label"],

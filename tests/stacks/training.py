@@ -47,7 +47,6 @@ def loss_of(model: Any, batch: tc.Batch) -> torch.Tensor:
 
 
 def plain(folder: Path, *, clips: bool = False) -> dict[str, torch.Tensor]:
-    """Train with a loop over passes; return what it ends with."""
     name = f"plain-{clips}.tc"
     with opened(folder, name) as cache:
         model = model_of(cache)
