@@ -1,8 +1,6 @@
 """The name of the distribution: one constant in every hint; and another project with the name of our package."""
 
 import re
-import subprocess
-import sys
 import tomllib
 import warnings
 from pathlib import Path
@@ -10,6 +8,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.apart import ran
 from tests.lowest import lowest
 from tiercache.distribution import DISTRIBUTION, install_command, warn_of_foreign_files
 
@@ -77,7 +76,7 @@ def test_importing_next_to_the_other_project_warns(tmp_path: Path) -> None:
     (tmp_path / "tiercache-0.1.13.dist-info").mkdir()
     (tmp_path / "tiercache-0.1.13.dist-info" / "METADATA").write_text(FOREIGN)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import tiercache as tc; print(tc.__version__)"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    ended = ran(code)
     assert ended.stderr.count("RuntimeWarning") == 1
     assert "unrelated distribution" in ended.stderr
     assert ended.stdout.strip()

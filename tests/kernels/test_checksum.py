@@ -1,7 +1,5 @@
 """CRC32C: published values, and those of the library that the store uses without a kernel."""
 
-import subprocess
-import sys
 from itertools import pairwise
 
 import google_crc32c
@@ -10,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.apart import ran
 from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.store.records import page_checksums
 
@@ -72,5 +71,4 @@ def test_a_cpu_without_the_instruction_has_no_such_kernel_to_compile() -> None:
         "from tiercache.kernels.cpu import checksum, compile;"
         "print(checksum.has_crc32c(), '_crc32c' in {kernel.name for kernel in compile.KERNELS})"
     )
-    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
+    assert ran(code).stdout.split() == ["False", "False"]

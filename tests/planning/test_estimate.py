@@ -1,8 +1,6 @@
 """Estimates agree with the planner for the same numbers, and with a real dataset and its store."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 
 import tiercache as tc
+from tests.apart import ran
 from tests.train.cases import Case, Spec, table, tiered, train
 from tiercache.errors import BudgetError
 from tiercache.planning.capacity import Capacity
@@ -265,4 +264,4 @@ def test_an_estimate_imports_no_torch() -> None:
         "import sys; import tiercache as tc; tc.estimate([tc.Table(name='a')], 1e5, samples=1e6, disk_gbps=1);"
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert ran(code).returncode == 0
