@@ -33,10 +33,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> Synced:
 
 
 def unsynced(synced: Synced, *paths: Path) -> list[str]:
-    """Return the files whose last change is not on disk, and the folders that were never synced.
-
-    A folder may lose temporary files after its last sync.
-    """
+    """Return files whose last change is not on disk, and folders never synced: they may lose temporary files later."""
     every, folders = [one for path in paths for one in (path, *path.rglob("*"))], {inode for inode, _ in synced}
     assert any(one.is_file() for one in every)
     changes = {one: (one.stat().st_ino, one.stat().st_mtime_ns) for one in every}

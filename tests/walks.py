@@ -63,10 +63,7 @@ class Walk:
 def traced(
     name: str, run: Callable[[], Any], keep: Callable[[FrameType], bool] = lambda _: True, *, threads: bool = False
 ) -> Walk:
-    """Run a function and return its walk through the package; with ``threads`` on those that it starts, too.
-
-    keep: returns True if a call belongs to the walk, given its frame at the call.
-    """
+    """Run a function and return its walk: the calls to ``keep``; with ``threads`` on those that it starts, too."""
     walk = Walk(name)
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -156,10 +153,7 @@ def walk_training(folder: Path) -> tuple[Walk, Walk, Walk]:
 
 
 def walk_store(folder: Path) -> dict[str, Walk]:
-    """Write one segment and read of it; return the walks by name. The same as the review of 2026-11-27 traced.
-
-    Rows begin at a page of memory, as those of a training do: elsewhere they are written through a copy.
-    """
+    """Rows begin at a page of memory, as those of a training do: elsewhere they are written through a copy."""
     table = Table(name="user", dim=16)
     count, half = 40_000, 20_000
     keys = np.arange(count, dtype=np.int64)

@@ -112,10 +112,7 @@ def put(folder: Path, directories: Mapping[int, Mapping[str, int]], files: Mappi
 
 
 def tear(folder: Path, before: Image, after: Image, generator: random.Random) -> None:
-    """Revert some of the changes in the files of ``folder``, as if the write had ended before them.
-
-    Sectors arrive in file order, but the roots of an LMDB file last.
-    """
+    """Revert some changes in ``folder``, as if the write had ended: in file order, but the roots of LMDB last."""
     changed: list[tuple[bool, str, int, File]] = []
     for path, number in _paths(folder, after):
         new, old = after.files[number], before.files.get(number, File(0, ()))

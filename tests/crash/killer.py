@@ -63,10 +63,7 @@ class Killer:
         return [point for some in ended.of("points") for point in some]
 
     def kill(self, death: Death | None = None, folder: Path | None = None) -> None:
-        """Kill a workload, and again as it decides; check the remains each time, and the end.
-
-        Without a death the workload also chooses the first one.
-        """
+        """Kill a workload, and again as it decides, which chooses the first death too if none is given; check each time."""
         if folder is None:
             folder = self.fresh()
         self.workload.begin(folder)

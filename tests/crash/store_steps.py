@@ -346,9 +346,7 @@ def _pass_keys(table: Table, index: int) -> NDArray[np.int64]:
 
 
 def _next_uses(table: Table, pass_index: int, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the first pass after ``pass_index`` that trains each key; all are keys of ``pass_index``, so there is
-    one.
-    """
+    """Return the first pass after ``pass_index`` that trains each of its keys."""
     uses = np.full(keys.size, NEVER)
     for later in range(pass_index + len(PASS_KEYS), pass_index, -1):
         uses[np.isin(keys, _keys(table, later))] = later

@@ -49,9 +49,7 @@ class Training:
 
     @property
     def schema(self) -> tc.Schema:
-        """Return two tables with two row layouts, float32 and bfloat16; one shared by two features, one looked up by
-        lists.
-        """
+        """Two tables of two row layouts: one shared by two features, one of bfloat16 looked up by lists."""
         rowwise, normal = tc.optim.RowWiseAdagrad(learning_rate=0.05), tc.init.Normal(mean=0.0, std=0.1)
         item = tc.Table(name="item", dim=32, optimizer=self.optimizer, initializer=tc.init.Uniform(low=-0.1, high=0.1))
         user = tc.Table(name="user", dim=16, optimizer=rowwise, initializer=normal, dtype="bfloat16")

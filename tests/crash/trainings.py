@@ -150,10 +150,7 @@ class TrainingWorkload:
         return process, ledger
 
     def _wait(self, process: BaseProcess, ledger: Ledger, horizon: float, *, aimed: bool) -> None:
-        """Return at the moment of the kill, or when the process has ended.
-
-        Times start when the process has finished its imports, which may take longer than the training.
-        """
+        """Return at the moment of the kill, or at the end. Times start after the imports, which may take longer."""
         if self._random.random() < 0.05:
             process.join(self._random.uniform(0.0, horizon))
             return
@@ -189,10 +186,7 @@ def _await_beginning(process: BaseProcess, ledger: Ledger) -> None:
 
 
 def _start_server() -> None:
-    """Start the fork server that imports everything once.
-
-    A killed child leaves a semaphore of numba, which the resource tracker would report at its end.
-    """
+    """Import everything once. A killed child leaves a semaphore of numba, which would be reported at the end."""
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.crash.warm"])

@@ -121,10 +121,7 @@ def test_a_hugectr_folder_is_packed_numbers_without_a_header(tmp_path: Path, sto
 
 
 def test_a_hugectr_folder_from_elsewhere_is_imported(tmp_path: Path) -> None:
-    """In any order of keys; slots and the files of another optimizer are left out, with one warning.
-
-    The folder of one table may be given itself.
-    """
+    """In any order of keys; slots and files of another optimizer are left out, with one warning."""
     folder = tmp_path / "model" / "item"
     folder.mkdir(parents=True)
     keys = np.array([9, -4, 7], dtype="<i8")

@@ -23,10 +23,7 @@ needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason
 @needs_cupy
 @pytest.mark.parametrize("architecture", cuda.ARCHITECTURES)
 def test_every_kernel_compiles_to_machine_code_and_no_step_spills_registers(architecture: str) -> None:
-    """NVRTC needs neither driver nor GPU; a cubin is an ELF file, with its last byte.
-
-    Registers are as in docs/design/0034: a kernel with rows in flight reaches the memory roof only without spills.
-    """
+    """NVRTC needs no GPU. Registers are as in docs/design/0034: kernels reach the memory roof only without spills."""
     cubins = cuda.compile_all(architecture)
     assert set(cubins) == {path.stem for path in (ROOT / "kernels" / "cuda").glob("*.cu")}
     assert all(cubin[:4] == b"\x7fELF" for cubin in cubins.values())

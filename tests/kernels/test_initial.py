@@ -87,10 +87,7 @@ def test_rows_follow_their_definition_bit_for_bit(
     kind: str, keys: list[int], table_id: int, seed: int, dim: int, kind_of_row: int, low: float, high: float,
     dtype: str, turn: int,
 ) -> None:  # fmt: skip
-    """Low + (word >> 8) * 2^-24 * (high - low) in float32, each operation rounded: nothing fused.
-
-    On a device also for 16 bits, rounded to the nearest, and straight into slots, with other rows unchanged.
-    """
+    """Low + (word >> 8) * 2^-24 * (high - low) in float32, not fused; on a device also in 16 bits, and to slots."""
     f4, size = np.float32, len(keys)
     wanted = np.full((size, dim), low if kind_of_row == CONSTANT else 0, f4)
     if kind_of_row == UNIFORM:

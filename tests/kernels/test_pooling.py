@@ -74,10 +74,7 @@ def test_one_id_per_sample_copies_its_row(kind: str, case: Bags, dtype: str, tur
 @settings(max_examples=100, deadline=None)
 @given(case=bags(), dtype=ALL_DTYPES, turn=TURNS, ids_dtype=ID_DTYPES)
 def test_bags_pool_like_the_obvious_loop(kind: str, case: Bags, dtype: str, turn: int, ids_dtype: type) -> None:
-    """Sum, mean and max, weights, empty bags: sums are in the order of entries, so bits agree.
-
-    entry_offset, entry_scale and argmax give the location of gradients.
-    """
+    """Bits agree, as sums are in the order of entries; entry_offset, entry_scale and argmax place the gradients."""
     with machine(kind, turn) as m:
         done = {name: m.read(array) for name, array in pool(m, case, dtype, ids_dtype=ids_dtype).items()}
     case = as_held(case, dtype)
@@ -149,10 +146,7 @@ def test_gather_copies_rows(kind: str, dim: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [1, 4, 16, 37, 256])
 def test_every_number_of_16_bits_is_read_exactly(kind: str, dtype: str, dim: int) -> None:
-    """All 65,536 bit patterns, in whole accesses and in parts of them: subnormals, infinities and NaN too.
-
-    Reading does not depend on subnormal float32 numbers: a GPU that treats them as zero reads the same.
-    """
+    """In whole accesses and in parts of them; also by a GPU that takes subnormal float32 numbers for zero."""
     bits = np.resize(np.arange(1 << 16, dtype=np.uint16), (-(-(1 << 16) // dim), dim))
     padded = np.zeros((bits.shape[0], dim + dim % 2), np.uint16)
     padded[:, :dim] = bits

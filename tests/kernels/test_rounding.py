@@ -57,10 +57,7 @@ def test_cpus_without_float16_read_the_same(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_step_is_that_of_float32_rounded_by_the_bits_of_seed_table_key_and_step(
     kind: str, dtype: str, optimizer: str, dim: int, seed: int, applied: int, scale: float, turn: int, *, hot: bool
 ) -> None:
-    """State has the bits of float32 training; vectors are its vectors, rounded as NumPy does; other rows do not change.
-
-    For any slot of a key; also for runs longer than a device's stretches.
-    """
+    """State has the bits of float32 training, for any slot of a key; also for runs longer than a device's stretches."""
     rng, num_slots = np.random.default_rng(seed), 20
     keys, order = rng.integers(-(2**62), 2**62, num_slots), rng.permutation(num_slots).astype(np.int32)
     counts = [1, 255, 256, 257, 513, 3, 1025] if hot and dim < 20 else [4] * 15
@@ -129,10 +126,7 @@ def test_any_float32_is_rounded_by_the_definition(kind: str, dtype: str, dim: in
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_mean_of_many_roundings_is_the_number(dtype: str) -> None:
-    """100,000 rows, one number each: the mean is off by less than five standard errors; seed and step fixed.
-
-    Rounding to the nearest would be off by hundreds of them.
-    """
+    """It is off by less than five standard errors; rounding to the nearest would be off by hundreds of them."""
     rows = 100_000
     for value in (1.0 + 2.0**-12, 0.3, -0.7123, 3e-6, -1.7e-7, 1234.567):
         bits = rounded_once(Cpu(), np.array([value], F4), dtype, rows=rows)

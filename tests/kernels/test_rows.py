@@ -56,11 +56,7 @@ def test_pack_is_field_major_in_each_piece_and_unpack_reverses_it(
     kind: str, seed: int, widths: list[int], arrays: list[list[int]], distance: int, others: int, turn: int, *,
     any_bits: bool,
 ) -> None:  # fmt: skip
-    """A piece holds all vectors, then all of each state, at any float of any array; memory in between does not change.
-
-    Whether it has the rows of most slots or of few. Rows move as words, which may be NaN as float32: two 16-bit numbers
-    may be a word.
-    """
+    """A piece has all vectors, then each state, at any float of an array. A word may be NaN: two 16-bit numbers."""
     rng = np.random.default_rng(seed)
     num_rows, row_floats = sum(map(sum, arrays)), sum(widths)
     others = others if kind == "cpu" else 3

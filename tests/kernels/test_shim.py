@@ -85,10 +85,7 @@ def gather(device: ShimDevice, dim: int = 8) -> None:
     ],
 )
 def test_an_index_behind_or_before_an_array_is_caught(old: str, new: str, order: str) -> None:
-    """A row too far written or read, or invalid entries: the error names block and thread.
-
-    The reversed order has arrays at the beginning of memory.
-    """
+    """The error names block and thread. In the reversed order arrays are at the beginning of memory."""
     gather(planted(old, old, order))
     with pytest.raises(KernelError, match=r"gathering\.gather: block \d+, thread \d+: address 0x\w+ is outside every"):
         gather(planted(old, new, order))

@@ -78,10 +78,7 @@ def test_a_lookup_moves_what_it_must(goal: Goal) -> None:
 @pytest.mark.parametrize("optimizer", STATES)
 @pytest.mark.parametrize("strided", [False, True])
 def test_an_update_moves_what_it_must(goal: Goal, optimizer: str, strided: bool) -> None:
-    """Each gradient is read once, each row and state read once and written once, for one gradient or ten.
-
-    Lanes without an entry repeat another lane's read, which moves nothing.
-    """
+    """Lanes without an entry repeat another lane's read, which moves nothing."""
     m, rng = goal.machine, np.random.default_rng(1)
     cols = np.arange(TABLES) * DIM
     wide = rng.standard_normal((SAMPLES, TABLES * DIM)).astype(np.float32)

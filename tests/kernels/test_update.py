@@ -117,10 +117,7 @@ def hot_bags(modes: tuple[int, ...], *, weighted: bool) -> Bags:
 def test_a_step_sums_all_gradients_and_updates_once(
     kind: str, case: Bags, optimizer: str, decay: float, turn: int
 ) -> None:
-    """Every optimizer, any dim, sum, mean and max mixed, weights, empty bags, with and without decay.
-
-    Bit-identical to the step of one entry per row that has the defined sum; the sum matches the definition.
-    """
+    """It has the bits of a step of one entry per row that has the defined sum; the sum matches the definition."""
     rng, cpu = np.random.default_rng(0), Cpu()
     gradient = rng.standard_normal((case.num_samples, case.width)).astype(F4)
     fields = [case.vectors, *states(optimizer, case.vectors.shape[0], case.dim, rng)]
@@ -280,10 +277,7 @@ def test_bits_are_those_of_any_threads_and_slots(
 def test_a_step_of_16_bit_rows_on_cuda_has_the_cpus_bits(
     case: Bags, optimizer: str, dtype: str, decay: float, scale: float, applied: int, turn: int
 ) -> None:
-    """Every optimizer, dim and mode; numbers below float16's smallest and above its largest; other rows do not change.
-
-    As long as no row has more entries than a stretch: longer sums are covered by the float32 tests.
-    """
+    """As long as no row has more entries than a stretch: longer sums are covered by the float32 tests."""
     rng, num_slots = np.random.default_rng(0), case.vectors.shape[0]
     assume(np.bincount(case.slots()).max(initial=0) <= STRETCH)
     gradient = (rng.standard_normal((case.num_samples, case.width)) * scale).astype(F4)

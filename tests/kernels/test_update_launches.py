@@ -19,10 +19,7 @@ from tiercache.kernels.step import NO_ROUNDING, Rule, Step, make_rounding
 
 
 def test_groups_of_different_dims_and_widths_step_in_a_launch_each_on_cuda() -> None:
-    """And in one that sums stretches; each group as if it stepped alone; one of them has no entries.
-
-    Rows with fewer than 16 elements, or that are not read four elements at a time, use other kernels.
-    """
+    """Rows with fewer than 16 elements, or that are not read four elements at a time, use other kernels."""
     rng, steps, wanted = np.random.default_rng(0), [], []
     with machine("cuda", 2) as m:
         for dim, size, dtype, optimizer in (
@@ -93,10 +90,7 @@ def test_what_a_launch_reads_lives_until_then_on_cuda() -> None:
 @pytest.mark.parametrize("dim", [1, 8, 16, 20, 128])
 @pytest.mark.parametrize("mode", [SUM, MEAN, MAX])
 def test_lookups_one_after_another_step_as_one_on_cuda(dim: int, mode: int) -> None:
-    """Gradients are where each lookup left them: columns of one array, rows of another, bags with factors or maxima.
-
-    The bits equal those with one array of each entry's gradient, in the order of the lookups.
-    """
+    """Gradients are where each lookup left them; the bits are those of one array of each entry's gradient, in order."""
     rng, num_slots = np.random.default_rng(dim), 40
     bags = Bags(
         num_samples=60, dim=dim, table_rows=[num_slots], modes=np.array([mode], np.int8),

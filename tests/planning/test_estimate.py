@@ -71,10 +71,7 @@ def test_the_model_of_many_keys_is_that_of_each_key() -> None:
 
 @pytest.mark.parametrize(("commit_every", "zipf"), [(1, 1.0), (1, 0.0), (2, 0.8)])
 def test_an_estimate_is_what_the_planner_plans_for_such_passes(commit_every: int, zipf: float) -> None:
-    """The least host memory to the byte; reads at each host budget within 8 percent of the bytes of an epoch's rows.
-
-    The second epoch, for which the planner plans, still has memory that the first left, and the sixth has none.
-    """
+    """The second epoch, for which the planner plans, has memory that the first left, and the sixth has none."""
     model = model_of(commit_every, passes=12, zipf=zipf)
     schedule = Schedule(num_passes=12, dataset_digest="")
     positions = RowOffsets(model.groups, np.array(model.positions.starts_PT))

@@ -136,10 +136,7 @@ class ShimDevice:
         return self.place(keys[order]), self.place(order)
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument]) -> None:
-        """Run a kernel to its end.
-
-        Raises KernelError.
-        """
+        """Run a kernel to its end. Raises KernelError."""
         name, function = kernel.split(".")
         self.launches.append(kernel)
         text = source(name)
