@@ -63,7 +63,7 @@ class Killer:
         return [point for some in ended.of("points") for point in some]
 
     def kill(self, death: Death | None = None, folder: Path | None = None) -> None:
-        """Kill a workload, and again as it decides, which chooses the first death too if none is given; check each time."""
+        """Kill a workload, and again as it decides; check each time. Without a death it chooses the first one too."""
         if folder is None:
             folder = self.fresh()
         self.workload.begin(folder)

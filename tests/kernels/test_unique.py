@@ -151,21 +151,6 @@ def test_many_keys_in_the_order_of_their_hashes_are_as_quick_as_others(is_sorted
     assert np.all(counts == 1)
 
 
-def test_counts_go_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full count is carried to 64 bits; removals also subtract from the carried count."""
-    unique, keys = UniqueKeys(3), np.array([5, 6], np.int64)
-    add(unique, keys)
-    for slots in unique._slots:
-        full = slots[1::2] != 0
-        slots[1::2][full] |= np.uint64(0xFFFFFFFF << 32)
-    add(unique, np.array([5], np.int64))
-    counts = list(unique.counts)
-    add(unique, np.array([6, 6], np.int64))
-    unique.remove(np.array([6, 6], np.int64), counts)
-    found, occurrences, _ = unique.sorted()
-    assert dict(zip(found.tolist(), occurrences.tolist(), strict=True)) == {5: (1 << 32), 6: (1 << 32) - 1}
-
-
 @settings(deadline=None)
 @given(
     calls=st.lists(st.lists(st.tuples(SMALL_KEYS, st.integers(1, (1 << 32) - 1)), max_size=40), min_size=1, max_size=4),
