@@ -234,13 +234,7 @@ def take(store: Store, number: int, note: Note) -> None:
     for pass_index in step.passes:
         _dump(store, step, pass_index)
     note(begun=number)
-    store.publish(
-        step.cursor,
-        state=state(number),
-        schedule_digest="cyclic",
-        settings={"step": number},
-        environment={},
-    )
+    store.publish(step.cursor, state=state(number), schedule_digest="cyclic", settings={"step": number}, environment={})
     note(done=number)
 
 
@@ -398,13 +392,7 @@ def _dump(store: Store, step: Step, pass_index: int, *, broken: bool = False) ->
                 yield group.index, block, _pack(layout, group, block, rows), keys[low:high]
 
     layouts = [layout for layout, _, _ in laid]
-    store.append(
-        pass_index,
-        layouts,
-        blocks(),
-        within=step.sample > 0,
-        stable=step.stable,
-    )
+    store.append(pass_index, layouts, blocks(), within=step.sample > 0, stable=step.stable)
 
 
 def prepare() -> None:

@@ -102,9 +102,7 @@ def by_gap(distances: np.ndarray) -> np.ndarray:
 
 
 @given(next_pass())
-def test_rows_take_spare_slots_and_then_those_of_departing_rows(
-    given: tuple[np.ndarray, ...],
-) -> None:
+def test_rows_take_spare_slots_and_then_those_of_departing_rows(given: tuple[np.ndarray, ...]) -> None:
     """Kept rows stay in place, in the order of both sides; unused slots become spare again."""
     old_slots, next_distance, prev_distance, spare = given
     stack = np.full(old_slots.size + spare.size + 1, -1, np.int32)

@@ -191,12 +191,7 @@ def test_an_access_of_16_bytes_that_is_not_aligned_is_caught_on_cuda() -> None:
 
 @pytest.mark.parametrize(
     ("slots", "order", "place"),
-    [
-        ([0, 1, 2], [0, 1, 1], 2),
-        ([0, 0, 2], [2, 0, 1], 2),
-        ([0, 1, 3], [0, 2, 1], 1),
-        ([0, 1, 2], [3, 1, 2], 0),
-    ],
+    [([0, 1, 2], [0, 1, 1], 2), ([0, 0, 2], [2, 0, 1], 2), ([0, 1, 3], [0, 2, 1], 1), ([0, 1, 2], [3, 1, 2], 0)],
 )
 def test_rows_without_a_slot_of_their_own_are_refused(slots: list[int], order: list[int], place: int) -> None:
     pieces, out = Pieces(1), np.full(3, -1, np.float32)

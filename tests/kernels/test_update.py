@@ -108,12 +108,7 @@ def hot_bags(modes: tuple[int, ...], *, weighted: bool) -> Bags:
 @settings(max_examples=120, deadline=None)
 @example(case=hot_bags((MEAN, MAX, SUM), weighted=False), optimizer="adam", decay=0.01, turn=2)
 @example(case=hot_bags((SUM, MEAN), weighted=True), optimizer="rowwise", decay=0.0, turn=1)
-@given(
-    case=bags(),
-    optimizer=st.sampled_from(OPTIMIZERS),
-    decay=st.sampled_from((0.0, 0.01)),
-    turn=st.integers(0, 2),
-)
+@given(case=bags(), optimizer=st.sampled_from(OPTIMIZERS), decay=st.sampled_from((0.0, 0.01)), turn=st.integers(0, 2))
 def test_a_step_sums_all_gradients_and_updates_once(
     kind: str, case: Bags, optimizer: str, decay: float, turn: int
 ) -> None:
@@ -170,10 +165,7 @@ def sums_by_stretches(
     return out
 
 
-COUNTS = {
-    "cpu": [9000, 8192, 8193, 1, 4097, 12_289, 300],
-    "cuda": [1, 63, 64, 65, 127, 128, 129, 3, 577, 77, 300],
-}
+COUNTS = {"cpu": [9000, 8192, 8193, 1, 4097, 12_289, 300], "cuda": [1, 63, 64, 65, 127, 128, 129, 3, 577, 77, 300]}
 
 
 @every_machine

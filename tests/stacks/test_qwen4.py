@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 import tiercache as tc
 from tests.memory import Peak, run_alone
@@ -38,7 +37,6 @@ from tests.stacks.qwen4 import (
     optimizer_of,
     plain_twin,
     qwen,
-    shard,
     tokens_of,
 )
 
@@ -135,34 +133,6 @@ def test_a_trainer_has_the_losses_of_the_plain_model(tmp_path: Path, options: di
     assert ours.state.global_step == len(ours.batches) // per_step
     assert max(entry.get("grad_norm", 0) for entry in ours.state.log_history) > MAX_NORM
     theirs = fit(tmp_path, plain, optimizer_of(plain), Batches(ours.batches), **options)
-    assert_equal_losses(ours.losses, theirs.losses)
-    assert_equal_rows(tmp_path, plain)
-
-
-@pytest.fixture
-def one_rank() -> Any:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_sharded_backbone_has_the_losses_of_the_plain_model(tmp_path: Path, whole: bool) -> None:
-    tokens = tokens_of()
-    model = converted(data := data_of(tmp_path, tokens))
-    batches = list[Any]()
-    with opened(tmp_path, data) as cache:
-        plain = plain_twin(model, cache)
-        shard(model, whole=whole)
-        cache.register(model=model, optimizer=optimizer_of(model))
-        ours = Loop(model, cache.optimizer, Mode(reentrant=False))
-        for batch in cache.batches(BATCH, epochs=EPOCHS, dataset=tokens, shuffle=True):
-            batches.append(batch)
-            ours.train(batch)
-    theirs = Loop(plain, optimizer_of(plain), Mode(reentrant=False))
-    for batch in batches:
-        theirs.train(batch)
     assert_equal_losses(ours.losses, theirs.losses)
     assert_equal_rows(tmp_path, plain)
 
