@@ -34,7 +34,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         read_key_set(tmp_path / "keys", "int32")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.binary(max_size=80), dtype=st.sampled_from(["uint32", "int64"]))
 def test_a_key_set_of_any_bytes_is_refused_or_read(data: bytes, dtype: str) -> None:
     with tempfile.TemporaryDirectory() as place:
@@ -100,7 +100,7 @@ def check_manifest(path: Path, data: bytes) -> None:
         assert ExportManifest.find(path.parent) == read
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(which=st.integers(0, 1 << 16), lie=st.sampled_from(LIES), gone=st.booleans())
 def test_a_manifest_of_any_value(
     manifest: Path, tmp_path_factory: pytest.TempPathFactory, which: int, lie: Any, gone: bool
@@ -118,7 +118,6 @@ def test_a_manifest_of_any_value(
     check_manifest(tmp_path_factory.getbasetemp() / MANIFEST, json.dumps(record).encode())
 
 
-@settings(max_examples=100, deadline=None)
 @given(at=st.integers(0, 1 << 16), cut=st.integers(0, 40), put=st.binary(max_size=40), alone=st.booleans())
 def test_a_manifest_with_any_bytes_is_refused_or_read(
     manifest: Path, tmp_path_factory: pytest.TempPathFactory, at: int, cut: int, put: bytes, alone: bool

@@ -30,7 +30,7 @@ from tiercache.store import MemoryEngine, Store
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     format_=st.sampled_from(FORMATS),
     shapes=st.lists(

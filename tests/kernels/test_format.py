@@ -166,7 +166,6 @@ def test_xxh64_gives_the_published_values(length: int, seed: int, wanted: int) -
     assert xxh64(data, seed) == hashing.xxh64(data, seed) == wanted
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.binary(max_size=100), max_size=8), st.integers(0, BITS))
 def test_xxh64_of_many_strings_is_that_of_each(texts: list[bytes], seed: int) -> None:
     offsets = np.concatenate([[0], np.cumsum([len(t) for t in texts])]).astype(np.int64)
@@ -174,7 +173,7 @@ def test_xxh64_of_many_strings_is_that_of_each(texts: list[bytes], seed: int) ->
     assert xxh64_strings(data, offsets, seed).tolist() == [hashing.xxh64(t, seed) for t in texts]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 6), st.integers(0, 5), st.integers(0, 2**32))
 def test_xxh64_of_words_is_that_of_their_little_endian_bytes(rows: int, width: int, seed: int) -> None:
     words = np.random.default_rng(seed).integers(0, BITS, (rows, width), np.uint64, endpoint=True)
@@ -195,7 +194,7 @@ def test_mix_gives_splitmix64s_published_stream() -> None:
     assert [mix(1234567 + (i + 1) * 0x9E3779B97F4A7C15 & BITS) for i in range(5)] == wanted
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(-(2**63), 2**63 - 1)), st.integers(0, BITS))
 def test_a_keys_hash_is_mix_of_key_and_table(keys: list[int], table_id: int) -> None:
     """Keys are treated as unsigned; read-only arrays are fine."""

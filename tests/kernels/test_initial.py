@@ -37,7 +37,7 @@ def test_philox_is_as_published(
     assert philox(counter, key) == wanted
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(keys=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4), dim=st.sampled_from(DIMS))
 def test_normal_rows_are_box_mullers(keys: list[int], dim: int) -> None:
     """Pairs of words become radius and angle; float32 arithmetic stays within 1e-5 of float64's."""
@@ -71,7 +71,6 @@ def test_an_unknown_kind_or_a_wrong_length_is_refused() -> None:
 
 
 @every_machine
-@settings(max_examples=100, deadline=None)
 @given(
     keys=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=70, unique=True),
     table_id=st.integers(0, MASK),

@@ -81,7 +81,7 @@ def indexes(kind: str, room: int) -> Iterator[Index]:
 
 
 @every_machine
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sets=SETS, asked=SETS, turn=st.integers(0, 2), seed=st.integers(0, 99))
 def test_an_index_answers_as_a_dict(
     kind: str, sets: list[tuple[int, list[int]]], asked: list[tuple[int, list[int]]], turn: int, seed: int

@@ -11,7 +11,7 @@ from tiercache.store import bits
 from tiercache.store import key_map as by_numpy
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 999),
     rows=st.lists(st.integers(0, 400), min_size=1, max_size=40),

@@ -11,7 +11,6 @@ from tiercache.kernels.cpu.key_sweeps import hash_range_bound, search_keys
 from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_distance
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     size=st.sampled_from([0, 1, 2, 100, 5000]),
@@ -26,7 +25,7 @@ def test_a_hash_range_ends_before_the_first_hash_above_it(seed: int, size: int, 
     assert hash_range_bound(keys, table_id, upper) == sum(int(h) < upper for h in hashes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), size=st.sampled_from([0, 1, 2, 3, 100, 20_000]), table_id=st.integers(0, 2**64 - 1))
 def test_a_key_is_found_at_its_place_and_others_are_not(seed: int, size: int, table_id: int) -> None:
     rng = np.random.default_rng(seed)

@@ -54,7 +54,7 @@ def pool(
 
 
 @every_machine
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=bags(one_id=True, modes=(SUM,)), dtype=ALL_DTYPES, turn=TURNS, ids_dtype=ID_DTYPES)
 def test_one_id_per_sample_copies_its_row(kind: str, case: Bags, dtype: str, turn: int, ids_dtype: type) -> None:
     with machine(kind, turn) as m:
@@ -71,7 +71,6 @@ def test_one_id_per_sample_copies_its_row(kind: str, case: Bags, dtype: str, tur
 
 
 @every_machine
-@settings(max_examples=100, deadline=None)
 @given(case=bags(), dtype=ALL_DTYPES, turn=TURNS, ids_dtype=ID_DTYPES)
 def test_bags_pool_like_the_obvious_loop(kind: str, case: Bags, dtype: str, turn: int, ids_dtype: type) -> None:
     """Bits agree, as sums are in the order of entries; entry_offset, entry_scale and argmax place the gradients."""
@@ -103,7 +102,7 @@ def by_halves(products: np.ndarray) -> Any:
 
 
 @every_machine
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=bags(modes=(SUM, MEAN)), dtype=ALL_DTYPES, turn=TURNS)
 def test_the_gradient_of_a_weight_is_row_times_gradient(kind: str, case: Bags, dtype: str, turn: int) -> None:
     """D out / d weight of each entry, divided by the ids of the bag for a mean: bit for bit, for any dim."""

@@ -43,7 +43,7 @@ def test_cpus_without_float16_read_the_same(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @every_machine
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     dtype=st.sampled_from(DTYPES),
     optimizer=st.sampled_from(OPTIMIZERS),

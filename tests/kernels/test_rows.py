@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.cases import DIMS, every_machine, machine, machines
@@ -40,7 +40,6 @@ def frozen(m: Any, array: Any) -> Any:
 
 
 @every_machine
-@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     widths=st.lists(st.sampled_from([0, *DIMS]), min_size=1, max_size=3),

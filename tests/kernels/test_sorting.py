@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
@@ -20,7 +20,6 @@ ALL_SLOTS = 2**31 - 1
 
 
 @every_machine
-@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     sizes=st.lists(st.sampled_from([0, 1, 2, 100, 255, 256, 257, 8191, 40_000]), min_size=1, max_size=4),

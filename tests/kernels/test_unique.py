@@ -23,7 +23,6 @@ def found(slots: np.ndarray, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
     return unique[:count], inverse
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=200))
 def test_unique_slots_and_the_inverse_are_numpys(slots: list[int]) -> None:
     given_slots = np.array(slots, np.int32)
@@ -33,7 +32,6 @@ def test_unique_slots_and_the_inverse_are_numpys(slots: list[int]) -> None:
     np.testing.assert_array_equal(inverse, their_inverse)
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 200), max_size=100), min_size=1, max_size=3), st.integers(201, 400))
 def test_unique_positions_are_those_of_the_sort(batches: list[list[int]], num_positions: int) -> None:
     words = -(-num_positions // 64)
@@ -110,7 +108,7 @@ def add(unique: UniqueKeys, keys: NDArray[np.int64]) -> NDArray[np.int32]:
     return out
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(calls=st.lists(KEYS, min_size=1, max_size=4), forgotten=KEYS, parts=st.sampled_from([1, 2, 8]))
 def test_unique_keys_are_in_hash_order_with_counts(calls: list[list[int]], forgotten: list[int], parts: int) -> None:
     unique, numbers, given_keys = UniqueKeys(12345, parts), [], []
@@ -151,7 +149,6 @@ def test_many_keys_in_the_order_of_their_hashes_are_as_quick_as_others(is_sorted
     assert np.all(counts == 1)
 
 
-@settings(deadline=None)
 @given(
     calls=st.lists(st.lists(st.tuples(SMALL_KEYS, st.integers(1, (1 << 32) - 1)), max_size=40), min_size=1, max_size=4),
     parts=st.sampled_from([1, 4]),

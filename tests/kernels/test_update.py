@@ -105,7 +105,7 @@ def hot_bags(modes: tuple[int, ...], *, weighted: bool) -> Bags:
 
 
 @every_machine
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @example(case=hot_bags((MEAN, MAX, SUM), weighted=False), optimizer="adam", decay=0.01, turn=2)
 @example(case=hot_bags((SUM, MEAN), weighted=True), optimizer="rowwise", decay=0.0, turn=1)
 @given(case=bags(), optimizer=st.sampled_from(OPTIMIZERS), decay=st.sampled_from((0.0, 0.01)), turn=st.integers(0, 2))
@@ -225,7 +225,7 @@ def test_one_hot_row_takes_all(kind: str) -> None:
 
 
 @every_machine
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     optimizer=st.sampled_from(OPTIMIZERS),
     dim=st.sampled_from(DIMS),
@@ -256,7 +256,7 @@ def test_bits_are_those_of_any_threads_and_slots(
         assert same_bits(a, np.ascontiguousarray(c[moved]))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     case=bags(),
     optimizer=st.sampled_from(OPTIMIZERS),

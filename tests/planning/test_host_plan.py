@@ -84,7 +84,7 @@ def bytes_of(layout: SegmentLayout, first: int, last: int) -> int:
 USES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), max_size=6, unique_by=lambda r: r[0]).map(sorted)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(st.tuples(st.lists(USES, min_size=2, max_size=2), st.integers(0, 40)), min_size=1, max_size=12),
     st.integers(1, 5),

@@ -21,7 +21,7 @@ def obvious_gap(schedule: Schedule, keys: list[set[int]], pass_index: int, key: 
     return abs(other - pass_index)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(KEYS, min_size=1, max_size=6),
     st.sampled_from([None, 0, 5]),

@@ -21,7 +21,7 @@ def plan_of(store: Store, world: World) -> ReorganizePlan:
     return ReorganizePlan.of(store.groups, store.history, used, base_layout, present=None, use_bytes=0)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 99),
     days=st.lists(st.tuples(st.integers(0, 99), st.integers(1, 3), st.integers(1, 12)), min_size=1, max_size=4),

@@ -27,7 +27,7 @@ def layout_of(pass_index: int, counts: list[int], block_rows: int) -> SegmentLay
     return SegmentLayout.of(row_bytes=32, page_rows=2, block_bytes=32 * block_rows, ranges=ranges)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     counts=st.integers(1, 5).flatmap(
         lambda n: st.lists(st.lists(st.integers(0, 9), min_size=n, max_size=n), min_size=n, max_size=n)
