@@ -122,7 +122,6 @@ def sanitize(kind: str, **variables: str) -> int:
 
 
 def main() -> int:
-    """Return the worst exit code; ``--part`` selects a part, other arguments go to pytest."""
     parts = PARTS
     if "--part" in sys.argv:
         at = sys.argv.index("--part")

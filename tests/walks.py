@@ -39,8 +39,6 @@ class Call(NamedTuple):
 
 @dataclass
 class Walk:
-    """The calls of a walk, in order."""
-
     name: str
     calls: list[Call] = field(default_factory=list)
 

@@ -42,7 +42,6 @@ class Ledger:
 
     @contextmanager
     def writing(self, phase: str) -> Iterator[None]:
-        """Note that the writer thread enters a phase."""
         index = PHASES.index(phase)
         self._words[_WRITER] = index
         self._words[_COUNTS + index] += 1
@@ -50,11 +49,9 @@ class Ledger:
         self._words[_WRITER] = -1
 
     def begin_commit(self, number: int) -> None:
-        """Note that commit ``number`` may be found from now on."""
         self._words[_BEGUN] = number
 
     def finish_commit(self, number: int) -> None:
-        """Note that commit ``number`` must be found from now on."""
         self._words[_DONE] = number
 
     # -- read by others ------------------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ class Recording:
     """By number of a file or directory: the moments at which its content became durable."""
 
     def durable(self, number: int, moment: int) -> int:
-        """Return the moment of the newest sync of a file or directory up to ``moment``; 0 without one."""
         synced = self.syncs.get(number, [])
         i = bisect_right(synced, moment)
         return synced[i - 1] if i else 0

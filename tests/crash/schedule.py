@@ -161,7 +161,6 @@ class Torn:
 
 
 def die(*, everyone: bool = False) -> None:
-    """End this process, or all of its group, by SIGKILL."""
     if everyone:
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

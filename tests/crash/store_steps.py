@@ -200,7 +200,6 @@ def opened(path: Path, **options: Any) -> Store:
 
 
 def stands(store: Store) -> int:
-    """Return the number of a store's commit; -1 without one."""
     return -1 if store.commit is None else store.commit.id
 
 

@@ -94,7 +94,6 @@ class TrainingWorkload:
         return AIMED if generator.random() < 0.5 else RANDOM
 
     def run(self, folder: Path, death: Any) -> Ended:
-        """Train from the current state, and kill the process at a moment."""
         data, _, seconds = self._references[self._training.name]
         process, ledger = self._start(data, folder)
         said: list[list[Any]] = []

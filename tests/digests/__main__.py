@@ -19,7 +19,6 @@ def now(given: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Print the digests that differ."""
     found = {given: now(given) for given in TRAININGS}
     before = json.loads(PATH.read_text()) if PATH.exists() else {}
     changed = [

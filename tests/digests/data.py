@@ -144,13 +144,11 @@ DENSE = (draw("x", SAMPLES, 9) - 4).astype(np.float32)
 
 
 def keys_of(table_name: str, first: int = 0, last: int = SAMPLES) -> NDArray[np.int64]:
-    """Return the keys of a table in some samples, ascending."""
     mine = [c.keys[c.offsets[first] : c.offsets[last]] for c in COLUMNS if c.spec.table == table_name]
     return np.unique(np.concatenate(mine))
 
 
 def extract(folder: Path) -> tc.PassDataset:
-    """Write the samples as a file and cut it into passes in ``folder / "passes"``."""
     columns = {"label": LABELS, "x": DENSE} | {k: v for column in COLUMNS for k, v in column.columns().items()}
     pq.write_table(pa.table(columns), folder / "data.parquet")
     return tc.extract(
@@ -160,7 +158,6 @@ def extract(folder: Path) -> tc.PassDataset:
 
 
 def write_keys(folder: Path) -> tc.PassDataset:
-    """Write only the key sets of the same passes."""
     firsts = range(0, SAMPLES, PASS_SAMPLES)
     keys = ({t.name: keys_of(t.name, first, first + PASS_SAMPLES) for t in TABLES} for first in firsts)
     return tc.write_key_sets(folder / "passes", SCHEMA, keys)

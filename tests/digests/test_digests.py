@@ -19,7 +19,6 @@ ENGINES = ("lmdb", "zarr")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("given", TRAININGS)
 def test_a_training_ends_with_the_committed_digests(tmp_path: Path, given: str, engine: str) -> None:
-    """For every optimizer in float32 and bfloat16; rows stay at switches, leave, and return from the store."""
     prepare(tmp_path, given)
 
     dense, moved = train(tmp_path, given, engine)

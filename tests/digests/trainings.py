@@ -43,13 +43,11 @@ class Grid(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
-        """Round."""
         ctx.factor = factor
         return (8 * x).round().clamp(-8, 8) / 8
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Pass the gradient on."""
         (grad,) = grads
         return grad if ctx.factor is None else grad * ctx.factor.view(-1, *[1] * (grad.ndim - 1)), None
 
@@ -67,7 +65,6 @@ class Net(nn.Module):
         self.weight = nn.Parameter((torch.from_numpy(data.draw("weight", width, 17)).float() - 8) / 8)
 
     def forward(self, batch: Any) -> torch.Tensor:
-        """Return one number per sample."""
         factor = torch.from_numpy(data.FACTORS)[batch.label.long() + 4] if self.ordered else None
         singles = [Grid.apply(out, factor) for out in self.rows(batch).values()]
         singles = [out.sum(dim=1) if out.ndim == 3 else out for out in singles]
@@ -76,7 +73,6 @@ class Net(nn.Module):
 
 
 def prepare(folder: Path, given: str) -> None:
-    """Write the passes of a training into a folder."""
     (data.write_keys if given == "raw" else data.extract)(folder)
 
 

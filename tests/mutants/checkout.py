@@ -28,7 +28,6 @@ class Run:
 
     @property
     def failed(self) -> bool:
-        """True if a test failed, did not end, or ended the process."""
         return self.code is None or self.code == 1 or self.code < 0
 
     @property

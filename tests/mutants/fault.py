@@ -16,8 +16,6 @@ class FaultError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One change of a source file."""
-
     name: str
     file: str  # relative to the root of the checkout
     fault: str  # the wrong behavior, in one line
