@@ -204,19 +204,15 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
     return tc.extract(folder / "data.parquet", schema, folder / "passes", device_budget="1MiB", progress=False)
 
 
-def test_key_of_gives_the_keys_of_an_extraction(dataset: tc.PassDataset) -> None:
+def test_key_of_gives_the_keys_and_buckets_of_an_extraction(dataset: tc.PassDataset) -> None:
     (only,) = dataset
-    assert set(only.keys("user").tolist()) == {tc.key_of(text) for text in TEXTS}
-    pairs = list(zip(TEXTS, HOURS, strict=True))
-    assert set(only.keys("user_hour").tolist()) == {tc.key_of(text, hour) for text, hour in pairs}
-    assert set(only.keys("hour_user").tolist()) == {tc.key_of(hour, text) for text, hour in pairs}
-
-
-def test_key_of_gives_the_buckets_of_an_extraction(dataset: tc.PassDataset) -> None:
-    (only,) = dataset
-    values = {"user": zip(TEXTS, strict=True), "id": zip(IDS, strict=True), "both": zip(TEXTS, HOURS, strict=True)}
-    for name, given in values.items():
-        assert set(only.keys(f"few_{name}").tolist()) == {tc.key_of(*one, num_buckets=7) for one in given}
+    texts, pairs = [(text,) for text in TEXTS], list(zip(TEXTS, HOURS, strict=True))
+    keys = {"user": texts, "user_hour": pairs, "hour_user": [(hour, text) for text, hour in pairs]}
+    for name, values in keys.items():
+        assert set(only.keys(name).tolist()) == {tc.key_of(*one) for one in values}
+    buckets: dict[str, Any] = {"few_user": texts, "few_id": [(one,) for one in IDS], "few_both": pairs}
+    for name, values in buckets.items():
+        assert set(only.keys(name).tolist()) == {tc.key_of(*one, num_buckets=7) for one in values}
     assert tc.key_of(None, num_buckets=7) == NULL_KEY
 
 
