@@ -16,7 +16,12 @@ Main = Callable[..., int]
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Have a GPU and compute-sanitizer, and run nothing: return the commands instead."""
     found: list[list[str]] = []
-    monkeypatch.setattr(gpu, "run", lambda command, **_: found.append(command) or 0)
+
+    def run(command: list[str], **_: str) -> int:
+        found.append(command)
+        return 0
+
+    monkeypatch.setattr(gpu, "run", run)
     monkeypatch.setattr(gpu, "open_runtime", lambda _: None)
     monkeypatch.setattr(gpu.shutil, "which", lambda name: f"/bin/{name}")
     return found

@@ -42,7 +42,7 @@ DTYPES = ("float32", "bfloat16", "float16")
     memory_bytes=st.sampled_from([2_000, 1 << 20]),
 )
 def test_bits_come_back(format_: str, shapes: list[tuple[int, int, str, str]], seed: int, memory_bytes: int) -> None:
-    tables = [table(f"t{i}", *shape) for i, (_, *shape) in enumerate(shapes)]
+    tables = [table(f"t{i}", dim, optimizer, dtype) for i, (_, dim, optimizer, dtype) in enumerate(shapes)]
     rows = random_rows(tables, [count for count, *_ in shapes], seed)
     whole = all(keeps_state(format_, one) for one in tables)
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings(record=True) as caught:
