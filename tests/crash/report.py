@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from benchmarks.machine import console, environment
 from tests.crash.outcome import Outcome
 
@@ -36,12 +34,9 @@ def report(
 ) -> int:
     """Print and write the figures; return the exit status, after deleting the folder if all is right."""
     figures = {**figures, "seed": options.seed, **environment("tests.crash", [name, *(arguments or ())], packages)}
-    table = Table(title=f"{name}: kills and what they left", title_justify="left")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
+    console.print(f"{name}: kills and what they left")
     for key, value in figures.items():
-        table.add_row(key.replace("_", " "), str(value))
-    console.print(table)
+        console.print(f"{key.replace('_', ' '):28} {value}", markup=False)
     for problem in outcome.problems:
         console.print(problem, markup=False, style="red")
     if options.json:
