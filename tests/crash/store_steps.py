@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,11 +51,7 @@ PAGE_ROWS = 8
 _STEPS_IN_PASS = 16  # more than any step's sample
 
 
-class Note(Protocol):
-    """Callback for commits: before a publish, and as soon as it has returned."""
-
-    def __call__(self, *, begun: int | None = None, done: int | None = None) -> None:
-        """Note the number of a commit."""
+Note = Callable[..., None]  # note(begun=number) before the publish of a commit, note(done=number) after it
 
 
 class StoreChangedError(Exception):
@@ -134,10 +130,7 @@ def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError
     store = _open(path, engine, relieve)
     reader: Store | None = None
     as_they_are = direct_io.REQUEST_BYTES, direct_io.SHORT_BYTES
-    direct_io.REQUEST_BYTES, direct_io.SHORT_BYTES = (
-        64 << 10,
-        0,
-    )  # as in a large store, two requests are in flight at a time
+    direct_io.REQUEST_BYTES, direct_io.SHORT_BYTES = 64 << 10, 0  # two requests at a time, as in a large store
     try:
         first = stands(store) + 1
         for number in range(first, len(STEPS)):
