@@ -322,18 +322,3 @@ def leave_a_loop(ranks: AnyCommunicator, name: str, folder: str) -> list[str]:
     finally:
         sys.unraisablehook = before
     return found
-
-
-def refused(ranks: AnyCommunicator, name: str, folder: str, *, what: str) -> None:
-    """Try a refused operation on all ranks."""
-    entry = known(name)
-    wrong: dict[str, Any] = {
-        "a table that there is not": {"sharding": {"t9": "row_wise"}},
-        "a kind that there is not": {"sharding": {"t0": "replicate"}},
-        "another number of ranks": {"sharding": entry.sharding(entry, ranks.size + 1)},
-        "a wire dtype": {"comm_dtype": "int8"},
-        "another store's tables": {},
-    }
-    if what in wrong:
-        passes, options = tc.PassDataset.open(Path(folder) / "passes"), {"device_budget": "1MiB", "host_budget": "9MiB"}
-        tc.TierCache(Path(folder) / "model.tc", passes, **gathered(options | wrong[what]))

@@ -17,10 +17,8 @@ from tests.store.independent_reader import read_store
 from tiercache.store import (
     CorruptStoreError,
     Cursor,
-    NotAStoreError,
     Store,
     StoreError,
-    StoreMissingError,
     Table,
     verify,
 )
@@ -50,13 +48,6 @@ def other_rows(patch: pytest.MonkeyPatch) -> None:
         return tuple(values + np.float32(1) for values in plain(table, key, pass_index, half))
 
     patch.setattr(sharded_world, "whole_row", row)
-
-
-def another_run(path: Path, patch: pytest.MonkeyPatch, engine: str) -> None:
-    """Take the rank of a run of the same script that ended with other rows."""
-    other_rows(patch)
-    assert train_shards(path.parent / "twin", 3, 4, engine=engine, retention=2) == [None] * 3
-    take_from(path.parent / "twin", path)
 
 
 def another_rank(path: Path, _patch: pytest.MonkeyPatch, _engine: str) -> None:
@@ -109,22 +100,8 @@ def another_state(path: Path, patch: pytest.MonkeyPatch, engine: str) -> None:
     take_from(path.parent / "twin", path)
 
 
-def an_older_moment(path: Path, _patch: pytest.MonkeyPatch, _engine: str) -> None:
-    """Take the rank from a backup of before two more commits."""
-    shutil.copytree(path, path.parent / "backup")
-    assert train_shards(path, 3, 2) == [None] * 3
-    take_from(path.parent / "backup", path)
-
-
-def a_newer_moment(path: Path, _patch: pytest.MonkeyPatch, _engine: str) -> None:
-    """Take a backup of all but one rank, which was two commits ahead."""
-    shutil.copytree(path, path.parent / "newer")
-    assert train_shards(path.parent / "newer", 3, 3) == [None] * 3
-    take_from(path.parent / "newer", path)
-
-
 MIXES: list[Callable[[Path, pytest.MonkeyPatch, str], None]] = [
-    another_run, another_rank, a_fork, a_compacted_fork, one_row, another_state, an_older_moment, a_newer_moment
+    another_rank, a_fork, a_compacted_fork, one_row, another_state
 ]  # fmt: skip
 
 
@@ -165,34 +142,6 @@ def test_a_rank_that_the_commit_does_not_name_is_refused(
     with pytest.raises((AssertionError, KeyError, OSError)):
         read_store(path)
     assert_refused(path, CorruptStoreError, LISTS)
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-@pytest.mark.parametrize("what", ["of another store", "of another rank", "missing", "without a marker"])
-def test_a_folder_of_another_rank_is_known_by_its_marker(tmp_path: Path, what: str, engine: str) -> None:
-    """Before anything in it is read: the error names the folder, and the rank that should be there."""
-    path, folder = tmp_path / "s", tmp_path / "s" / "rank-1"
-    assert train_shards(path, 3, 2, engine=engine) == [None] * 3
-    kind: type[StoreError] = NotAStoreError
-    if what == "of another store":
-        assert train_shards(tmp_path / "other", 3, 2, engine=engine) == [None] * 3
-        shutil.rmtree(folder)
-        shutil.copytree(tmp_path / "other" / "rank-1", folder)
-        words = r"rank-1 has rank 1 of another store, not rank 1 of the store at .*: restore it from a copy"
-    elif what == "of another rank":
-        shutil.rmtree(folder)
-        shutil.copytree(path / "rank-2", folder)
-        words = r"rank-1 has rank 2 of that store, not rank 1 of the store at .*: restore it from a copy"
-    elif what == "missing":
-        folder.rename(tmp_path / "aside")
-        kind, words = StoreMissingError, "rank 1 of the store at .* is missing: .* does not exist: restore it"
-    else:
-        (folder / "store.json").unlink()
-        words = "rank 1 of the store at .* has no marker: .* cannot be read"
-    before = sorted(path.rglob("*"))
-    assert_refused(path, kind, words)
-    assert [one for one in before if not one.exists()] == []
 
 
 def test_tables_are_bound_where_there_are_no_rows_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,7 @@ from tests.dist.sharded_world import (
     whole_row,
 )
 from tests.dist.trainings import CASES, stored
-from tiercache.dist.shard_writer import ShardWriter
-from tiercache.store import CommitMissingError, Cursor, Store, StoreClosedError, StoreInUseError, info, verify
+from tiercache.store import CommitMissingError, Cursor, Store, StoreClosedError, info, verify
 from tiercache.store.locks import leased_commits
 from tiercache.store.rank_writer import RankWriter
 from tiercache.store.snapshot import Needed
@@ -67,6 +66,8 @@ def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int
     """Exactly as many as requested, on every rank, also by later openings."""
     path = tmp_path / "s"
     assert train_shards(path, num_ranks, 5, engine=engine, retention=3) == [None] * num_ranks
+    with tc.Store.open(path, mode="r") as store:
+        assert {one.retention for one in (store, *store.ranks)} == {3}
     assert kept(path) == [2, 3, 4]
     assert kept_by_ranks(path) == [[2, 3, 4]] * num_ranks
     assert train_shards(path, num_ranks, 2) == [None] * num_ranks
@@ -182,51 +183,6 @@ def test_what_ranks_could_not_free_goes_when_they_open_the_store(
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("who", [(1,), (0,), (0, 1)])
-def test_a_commit_that_was_prepared_and_not_published_costs_nothing(tmp_path: Path, who: tuple[int, ...]) -> None:
-    """Whichever ranks prepared it, time and again: readers see none of it, and the next opening drops it."""
-    path = tmp_path / "s"
-    assert train_shards(path, 2, 4, retention=3) == [None] * 2
-    for _ in range(2):
-        sharded_world.ahead(path, 2, *who)
-        assert kept(path) == [1, 2, 3]
-        assert verify(path)["problems"] == []
-        assert train_shards(path, 2, 0) == [None] * 2
-        assert kept(path) == [1, 2, 3]
-        assert kept_by_ranks(path) == [[1, 2, 3]] * 2
-    assert train_shards(path, 2, 2) == [None] * 2
-    assert kept(path) == [3, 4, 5]
-    assert kept_by_ranks(path) == [[3, 4, 5]] * 2
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_a_commit_that_other_ranks_did_not_hear_of_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
-    """Rank 0 has published it; the others take it when they open the store, and train on from there."""
-    path = tmp_path / "s"
-    assert train_shards(path, 3, 4, engine=engine, retention=2) == [None] * 3
-
-    def body(ranks: Any) -> None:
-        shards, world = opened(path, ranks)
-        with shards:
-            take(shards, world)
-            assert shards.ahead == (ranks.rank > 0)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ShardWriter, "_hear", lambda _: None)
-        assert meet(3, body) == [None] * 3
-    assert kept(path) == [3, 4]
-    assert train_shards(path, 3, 0) == [None] * 3
-    assert kept(path) == [3, 4]
-    assert kept_by_ranks(path) == [[3, 4]] * 3
-    assert train_shards(path, 3, 2) == [None] * 3
-    assert kept(path) == [5, 6]
-    assert verify(path)["problems"] == []
-
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["zarr", "lmdb"])
 @pytest.mark.parametrize(("to", "ahead"), [(3, 1), (2, None), (4, 0), (2, 1), (3, 0), (3, None), (4, None)])
 def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
@@ -248,28 +204,6 @@ def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
     assert verify(path)["problems"] == []
     with pytest.raises(CommitMissingError, match="has no commit 5: pass one of 6, 7, 8"):
         sharded_world.roll_back(path, 5)
-
-
-def test_nobody_rolls_back_what_ranks_are_training(tmp_path: Path) -> None:
-    """Nor if rank 0 is gone and others still write; the store is unchanged."""
-    path = tmp_path / "s"
-    assert train_shards(path, 2, 4, retention=2) == [None] * 2
-
-    def body(ranks: Any) -> None:
-        shards, _ = opened(path, ranks)
-        with shards:
-            if ranks.rank == 0:
-                with pytest.raises(StoreInUseError, match=r"the store at .*/s is being written by process"):
-                    sharded_world.roll_back(path, 2)
-                shards.close()
-            ranks.all_gather_object(None)
-            if ranks.rank == 0:
-                with pytest.raises(StoreInUseError, match=r"the store at .*/s/rank-1 is being written by process"):
-                    sharded_world.roll_back(path, 2)
-            ranks.all_gather_object(None)
-
-    assert meet(2, body) == [None] * 2
-    assert kept(path) == [2, 3]
 
 
 def test_ranks_that_are_divided_anew_begin_their_commits_anew(tmp_path: Path) -> None:
@@ -383,23 +317,6 @@ def test_verification_beside_a_training_says_what_it_checked(tmp_path: Path) -> 
     assert (report["commits"], report["problems"]) == ([1, 2], [])
     assert train_shards(path, 2, 0) == [None] * 2
     assert kept_by_ranks(path) == [[4, 5]] * 2
-
-
-@pytest.mark.parametrize("format", ["numpy", "parquet", "safetensors"])
-def test_an_export_has_all_rows_of_all_ranks(tmp_path: Path, format: str) -> None:  # noqa: A002 - what users call it
-    """With their optimizer state: imported into a store of one process they are the same."""
-    path = tmp_path / "s"
-    assert train_shards(path, 2, 4) == [None] * 2
-    with tc.Store.open(path, mode="r") as store:
-        listing = tc.export_store(store, tmp_path / "out", format=format)
-        assert {one.table.name: one.rows for one in listing.tables} == {
-            name: len(rows) for name, rows in expected(store.commit.cursor).items()
-        }
-        tc.import_store(tmp_path / "out", tmp_path / "one", steps=1)
-        with Store.open(tmp_path / "one", mode="r") as one:
-            for difference in tc.store.differences(store, one):
-                assert difference.only_first == difference.only_second == difference.different == 0
-                assert difference.same > 0
 
 
 def test_a_training_goes_on_from_a_rollback_to_the_same_bits(ranks_pool: RanksPool, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""The conformance list: on 1 to 4 ranks, lookups, rows, states and dense weights match one process."""
+"""The conformance list, and random trainings: lookups, rows, states and dense weights match one process."""
 
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,10 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import tiercache as tc
-from tests.dist.conformance import Entry, known, looked_up, run
+from tests.dist.conformance import WAYS, Entry, known, looked_up, run
 from tests.dist.conformance_list import BEYOND, MERLIN
 from tests.dist.pool import RanksPool
 from tests.dist.trainings import stored
@@ -175,24 +178,6 @@ def test_an_id_outside_its_table_is_said_on_every_rank_and_training_goes_on(
     assert_as_alone(parts, tmp_path, alone("row slices"))
 
 
-@pytest.mark.parametrize(
-    ("what", "sentence"),
-    [
-        ("a table that there is not", "the sharding names the unknown table 't9'"),
-        ("a kind that there is not", "table 't0' is to be sharded by 'replicate': expected one of"),
-        ("another number of ranks", "the sharding is for 3 ranks, but there are 2"),
-        ("a wire dtype", "unknown comm_dtype 'int8'"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_on_every_rank(
-    ranks_pool: RanksPool, tmp_path: Path, what: str, sentence: str
-) -> None:
-    """With one message: before there is a store, rows have no values to set, so calls out of order are refused."""
-    known("basic").cut(tmp_path / "passes")
-    errors = ranks_pool.errors(2, "tests.dist.conformance:refused", name="basic", folder=str(tmp_path), what=what)
-    assert all(error is not None and sentence in error[1] and "\n" not in error[1] for error in errors), errors
-
-
 def test_a_loop_that_is_left_open_ends_without_a_word(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """Also after an error whose traceback outlives the cache."""
     known("basic").cut(tmp_path / "passes")
@@ -284,3 +269,71 @@ def test_many_steps_stay_with_one_process(ranks_pool: RanksPool, tmp_path: Path,
     known("many steps").cut(tmp_path / "passes")
     parts = ranks_pool.run(size, BODY, name="many steps", folder=str(tmp_path), limit=300)
     assert_as_alone(parts, tmp_path, alone("many steps"), tolerance=1e-3)
+
+
+# -- random trainings ------------------------------------------------------------------------------------------
+
+ANY = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
+
+
+@st.composite
+def records(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw a training as plain values, for ``random_entry``: at most five steps."""
+    dims = st.one_of(st.integers(1, 20), st.sampled_from([31, 64, 65, 128]))
+    tables = draw(
+        st.lists(
+            st.fixed_dictionaries(
+                {"dim": dims, "rows": st.integers(1, 100), "rule": st.integers(0, 3), "way": st.sampled_from(WAYS)}
+            ),
+            min_size=1, max_size=6,
+        )
+    )  # fmt: skip
+    specs, singles = [], []
+    for i in range(draw(st.integers(1, 7))):
+        hotness = draw(st.sampled_from(["one_hot", "multi_hot", "ragged", "ragged"]))
+        mode = draw(st.sampled_from(["sum", "mean", "max"]))
+        specs.append(
+            {
+                "table": draw(st.integers(0, len(tables) - 1)), "hotness": hotness, "mode": mode,
+                "length": draw(st.integers(1, 5)),
+                "weighted": hotness != "one_hot" and mode != "max" and draw(st.booleans()),
+            }
+        )  # fmt: skip
+        if i and draw(st.integers(0, 4)) == 0:
+            singles.append(f"f{i}")
+    batch = draw(st.integers(1, 40))
+    num_samples = draw(st.integers(1, 5 * batch))
+    return {
+        "tables": tables, "specs": specs, "singles": singles, "batch": batch, "num_samples": num_samples,
+        "pass_samples": draw(st.sampled_from([num_samples, -(-num_samples // 2)])),
+        "longest": draw(st.sampled_from([1, 4, 20])), "empty": draw(st.sampled_from([0.0, 0.0, 0.8])),
+        "seed": draw(st.integers(0, 1000)), "shuffle": draw(st.booleans()), "accumulate": draw(st.integers(1, 3)),
+        "read_by": draw(st.sampled_from(["rank", "owner"])),
+        "twice": draw(st.booleans()), "options": {"commit_every": draw(st.integers(1, 2))},
+    }  # fmt: skip
+
+
+def compare(pool: RanksPool, record: dict[str, Any], size: int) -> None:
+    """Train a record on ranks and alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        entry = known(record)
+        passes = entry.cut(Path(folder) / "passes")
+        parts = pool.run(size, BODY, name=record, folder=folder)
+        assert_as_alone(parts, Path(folder), train_alone(entry, passes))
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=ANY)
+@given(record=records(), size=st.integers(2, 4))
+def test_random_trainings_are_those_of_one_process(ranks_pool: RanksPool, record: dict[str, Any], size: int) -> None:
+    """Any tables, features, sharding plans, batches, accumulation and commits on 2 to 4 ranks."""
+    compare(ranks_pool, record, size)
+
+
+@pytest.mark.long
+@settings(max_examples=300, deadline=None, suppress_health_check=ANY)
+@given(record=records(), size=st.integers(1, 4))
+def test_many_random_trainings_are_those_of_one_process(
+    ranks_pool: RanksPool, record: dict[str, Any], size: int
+) -> None:
+    """The same at greater length."""
+    compare(ranks_pool, record, size)

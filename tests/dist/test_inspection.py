@@ -2,10 +2,8 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,8 @@ from tests.cli.command import error_of, run, told
 from tests.dist.meeting import meet
 from tests.dist.sharded_world import (
     TABLES,
-    advance,
     expected,
     opened,
-    sentences,
     sharding_on,
     take,
     train_shards,
@@ -32,7 +28,6 @@ from tiercache.store import (
     NotAStoreError,
     Store,
     StoreInUseError,
-    StoreMissingError,
     TableMismatchError,
     info,
     verification,
@@ -97,26 +92,6 @@ def test_info_of_a_store_without_a_commit(tmp_path: Path) -> None:
     assert "is intact" in run("verify", tmp_path / "s")
 
 
-def test_a_commit_that_some_ranks_prepared_is_not_seen(path: Path) -> None:
-    """Neither during the training nor after a kill."""
-
-    def body(ranks: Any) -> None:
-        shards, world = opened(path, ranks)
-        with shards:
-            if ranks.rank != 1:
-                advance(shards.store, world, shards.cursor)
-            if ranks.rank == 0:
-                looked.append(verify(path)["problems"])
-            ranks.all_gather_object(None)
-
-    looked = list[list[str]]()
-    before = info(path)
-    assert meet(3, body) == [None] * 3
-    assert looked == [[]]
-    assert verify(path)["problems"] == []
-    assert {**info(path), "file_bytes": 0, "shards": 0} == {**before, "file_bytes": 0, "shards": 0}
-
-
 def test_verify_reads_all_ranks(path: Path) -> None:
     """The report counts the bytes of each rank."""
     assert "rows in 3 ranks at " in run("verify", path)
@@ -141,86 +116,6 @@ def test_verify_says_which_rank_is_damaged(path: Path, name: str) -> None:
     assert found
     assert all(str(path / name).removesuffix("data.mdb") in sentence for sentence in found)
     assert any("rank-2" in sentence for sentence in found) == (name != "data.mdb")
-
-
-def swapped(path: Path, _: Path) -> None:
-    """Give each of two ranks the folder of the other."""
-    (path / "rank-1").rename(path / "x")
-    (path / "rank-2").rename(path / "rank-1")
-    (path / "x").rename(path / "rank-2")
-
-
-def foreign(path: Path, other: Path) -> None:
-    """Put the rank of another store in place of one."""
-    shutil.rmtree(path / "rank-2")
-    shutil.copytree(other / "rank-2", path / "rank-2")
-
-
-def whole_store(path: Path, other: Path) -> None:
-    """Put a whole store in place of a rank."""
-    shutil.rmtree(path / "rank-2")
-    shutil.copytree(other, path / "rank-2")
-
-
-def without_marker(path: Path, _: Path) -> None:
-    """Delete the marker of a rank."""
-    (path / "rank-1" / "store.json").unlink()
-
-
-def older(path: Path, _: Path) -> None:
-    """Train on, and put a rank back as it was."""
-    shutil.copytree(path / "rank-1", path.parent / "backup")
-    assert train_shards(path, 3, 2) == [None] * 3
-    shutil.rmtree(path / "rank-1")
-    shutil.copytree(path.parent / "backup", path / "rank-1")
-
-
-def older_zero(path: Path, _: Path) -> None:
-    """Train on, and restore an old copy of the store's folder, without the other ranks' folders."""
-    shutil.copytree(path, path.parent / "backup", ignore=shutil.ignore_patterns("rank-*"))
-    assert train_shards(path, 3, 2) == [None] * 3
-    for rank in (1, 2):
-        (path / f"rank-{rank}").rename(path.parent / "backup" / f"rank-{rank}")
-    shutil.rmtree(path)
-    (path.parent / "backup").rename(path)
-
-
-WRONG: dict[str, tuple[Callable[[Path, Path], None], type[Exception], str]] = {
-    "missing": (
-        lambda path, _: shutil.rmtree(path / "rank-1"), StoreMissingError,
-        "rank 1 of the store at .* is missing: .*/rank-1 does not exist: restore it from a copy",
-    ),
-    "swapped": (swapped, NotAStoreError, "/rank-1 has rank 2 of .*, not rank 1 of the store at .*: restore it"),
-    "of another store": (foreign, NotAStoreError, "/rank-2 has rank 2 of another store, not rank 2 of the store at"),
-    "a whole store": (whole_store, NotAStoreError, "/rank-2/store.json does not belong to rank 2 of the store at"),
-    "without its marker": (without_marker, NotAStoreError, "rank 1 of the store at .* has no marker: .*restore"),
-    "older": (older, CorruptStoreError, r"ranks/1\.5 of the store at .*/rank-1 is missing.*restore the store"),
-    "rank 0 older": (older_zero, CorruptStoreError, r"ranks/1\.3 of the store at .*/rank-1 is missing.*restore"),
-}  # fmt: skip
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("case", WRONG)
-@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_a_rank_that_does_not_belong_is_one_sentence(tmp_path: Path, case: str, engine: str) -> None:
-    """For readers, verification, rollbacks and trainings; nothing is changed."""
-    damage, kind, words = WRONG[case]
-    path, other = tmp_path / "s", tmp_path / "other"
-    assert train_shards(path, 3, 4, engine=engine) == [None] * 3
-    if case in {"of another store", "a whole store"}:
-        assert train_shards(other, 3, 4, engine=engine) == [None] * 3
-    damage(path, other)
-    before = {str(file): file.read_bytes() for file in path.rglob("*") if file.suffix != ".lock" and file.is_file()}
-    for look in (lambda: Store.open(path, mode="r"), lambda: Store.open(path), lambda: info(path)):
-        with pytest.raises(kind, match=words):
-            look()
-    for command in (("info",), ("verify",), ("rollback", "--to", 3), ("pin", "best")):
-        assert re.search(words, error_of(command[0], path, *command[1:])), command
-    assert re.search(words, sentences(train_shards(path, 3, 1)))
-    after = {str(file): file.read_bytes() for file in path.rglob("*") if file.suffix != ".lock" and file.is_file()}
-    assert {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} <= {
-        str(folder / "lock.mdb") for folder in (path, path / "rank-1", path / "rank-2")
-    }
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])

@@ -12,15 +12,14 @@ from typing import Any
 import google_crc32c
 import pytest
 
-from tests.dist.meeting import meet
-from tests.dist.sharded_world import TABLES, check_shards, divide_anew, sentences, sharding_on, train_shards
+from tests.dist.sharded_world import TABLES, check_shards, sentences, train_shards
 from tests.files import files_of
 from tests.store.damage import DEEP, assert_sentence, damaged, generator_of, lie, plant, records_of
 from tests.store.damage import opened as opened_record
 from tests.store.damage import sealed as sealed_record
 from tiercache.store import CorruptStoreError, Cursor, NotAStoreError, Store, StoreError
 from tiercache.store.commit import CommitRecord
-from tiercache.store.opening import newest_record, open_folder
+from tiercache.store.opening import open_folder
 from tiercache.store.rank_folder import RankFolder, store_id
 
 ENGINES = pytest.mark.parametrize("engine", ["lmdb", "zarr"])
@@ -250,29 +249,6 @@ def blobs_of(path: Path) -> dict[str, bytes]:
     }  # fmt: skip
 
 
-@ENGINES
-def test_a_list_of_another_moment_is_not_taken(tmp_path: Path, engine: str) -> None:
-    """Rank 1's list of a commit before, under the name in the newest commit."""
-    path = tmp_path / "s"
-    assert train_shards(path, 3, 4, engine=engine, retention=2) == [None] * 3
-    record = newest_record(path)
-    rank = whole_engine(path, 1, engine)
-    older, newer = (next(name for name in rank.list() if name.startswith(f"ranks/1.{id_}")) for id_ in (2, 3))
-    data = records_of(rank)[older]
-    plant(rank, newer, data)
-    rank.close()
-    held = blobs_of(path)
-    errors = train_shards(path, 3, 1)
-    assert any(isinstance(error, CorruptStoreError) for error in errors), errors
-    assert f"{record.ranks[1].name} of" in sentences(errors)
-    for mode in ("r", "a"):
-        with pytest.raises(CorruptStoreError, match=r"ranks/1\.3.*: restore the store from a copy"):
-            Store.open(path, mode=mode)
-    errors = meet(2, lambda ranks: divide_anew(path, ranks, sharding_on(2, 1)))
-    assert any(isinstance(error, CorruptStoreError) for error in errors), errors
-    assert {name: data for name, data in blobs_of(path).items() if name in held} == held
-
-
 # -- the markers of ranks' folders -----------------------------------------------------------------------------
 
 
@@ -310,24 +286,6 @@ def test_markers_of_any_bytes_are_refused_in_a_sentence(tmp_path: Path) -> None:
     RankFolder(path, "rank-1", 1, id_).delete()
     RankFolder(path, "rank-1", 1, id_).delete()
     assert not folder.exists()
-
-
-@pytest.mark.parametrize("what", ["a folder", "a link to itself", "a link to a folder"])
-def test_a_marker_that_is_no_file_is_named(tmp_path: Path, what: str) -> None:
-    """It is not an error of Python's."""
-    path = tmp_path / "s"
-    assert train_shards(path, 2, 2) == [None] * 2
-    place = path / "rank-1" / "store.json"
-    place.unlink()
-    if what == "a folder":
-        place.mkdir()
-    else:
-        place.symlink_to(place if "itself" in what else tmp_path)
-    for mode in ("r", "a"):
-        with pytest.raises(StoreError, match=r"rank-1/store\.json cannot be read \(.+\): restore") as caught:
-            Store.open(path, mode=mode)
-        assert_sentence(caught.value)
-    assert isinstance(train_shards(path, 2, 0)[1], StoreError)
 
 
 def test_a_rank_is_deleted_by_several_at_once_and_whatever_is_made_there_meanwhile(tmp_path: Path) -> None:

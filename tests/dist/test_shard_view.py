@@ -21,7 +21,6 @@ from tiercache.rows.device import DeviceTier, SlotAssignment
 from tiercache.rows.prefetch import first_vectors, initial_vectors
 from tiercache.store import MemoryEngine
 from tiercache.store.bits import hash_keys
-from tiercache.store.inspect import verify
 from tiercache.store.row_codec import from_words, initial_rows
 from tiercache.store.sharding import ShardingPlan, Slice, TableSharding
 from tiercache.store.table import group_tables
@@ -172,39 +171,6 @@ def test_a_group_of_more_rows_than_an_address_can_count_is_refused() -> None:
     groups = [group_tables(tables)] * 2
     with pytest.raises(ValueError, match="rank 1 owns 2,147,483,648 rows of one group in sub-dataset 3"):
         find_owners(sharding, 3, tables, groups, lambda _: cast("Any", Many()))
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("sharding", [MIXED, ONE_RANK], ids=["mixed", "all on rank 1"])
-@pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
-def test_a_cache_walks_the_passes_of_a_share(
-    tmp_path: Path, passes: tc.PassDataset, sharding: ShardingPlan, engine: str
-) -> None:
-    """With some tables, slices, or nothing at all; through commits inside passes and a reopening."""
-    for rank in range(sharding.num_ranks if engine == "memory" else 1):
-        share = ShardView(passes, sharding, rank)
-        path = None if engine == "memory" else tmp_path / str(rank)
-        kind = MemoryEngine() if engine == "memory" else engine
-        store = None
-        for epochs in (1, 2):
-            if store is None or path is not None:
-                store = tc.Store.open(path, tables=share.tables, engine=kind)
-            options: Any = {"device_budget": "1MiB", "host_budget": "8MiB", "device": device_of_tests()}
-            with tc.TierCache(store, cast("tc.PassDataset", share), order_seed=5, commit_every=2, **options) as cache:
-                for current in cache.passes(epochs):
-                    assert current.num_samples == passes.passes[current.sub_dataset].samples
-                    batch = next(current.batches(16))
-                    batch.rows.look_up(batch.end)  # as a module does
-                    cache.commit()
-                    current.skip()
-            for one in share.tables:
-                wanted = np.unique(np.concatenate([p.keys(one.name) for p in share.passes]))
-                found = [keys for keys, _ in store.scan(one.name)]
-                np.testing.assert_array_equal(np.sort(np.concatenate([*found, wanted[:0]])), wanted)
-            if path is not None:
-                store.close()
-        if path is not None:
-            assert verify(path)["problems"] == []
 
 
 # -- column slices -------------------------------------------------------------------------------------------

@@ -176,7 +176,9 @@ def chosen(ranks: AnyCommunicator, folder: str, asked: list[Any], **options: Any
         costs = tc.CostModel(**one.pop("costs", {}))
         one = tc.ShardingRules(**one["rules"], costs=costs)
     if isinstance(one, dict) and "plan" in one:
-        one = ShardingPlan(ranks.size, {name: TableSharding(kind) for name, kind in one["plan"].items()})
+        one = ShardingPlan(
+            one.get("ranks", ranks.size), {name: TableSharding(kind) for name, kind in one["plan"].items()}
+        )
     with open_sharded(ONE, folder, sharding=one, **options) as cache:
         return {name: sharding.kind for name, sharding in cache.sharding.tables.items()}
 
@@ -293,6 +295,14 @@ def test_what_is_no_sharding_is_refused(ranks_pool: RanksPool, tmp_path: Path) -
             "to be sharded by 'rows': expected one of 'row_wise', 'table_wise'",
         ),
         ({"rules": {"kinds": {"user": "row_wise"}}}, "unknown table 'user': the tables are"),
+        ({"user": "row_wise"}, "the sharding names the unknown table 'user'"),
+        ({"users": "replicate"}, "table 'users' is to be sharded by 'replicate': expected one of"),
+        (
+            {"plan": {"users": "row_wise", "items": "row_wise"}, "ranks": 3},
+            "the sharding is for 3 ranks, but there are 2",
+        ),
     ):
         errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), asked=[asked])
         assert all(error is not None and words in error[1] for error in errors), errors
+    errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), asked=["auto"], comm_dtype="int8")
+    assert all(error is not None and "unknown comm_dtype 'int8'" in error[1] for error in errors), errors

@@ -23,13 +23,12 @@ from tests.dist.sharded_world import (
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import RankError, StateError
 from tiercache.store import (
-    CorruptStoreError,
     Cursor,
     NotAStoreError,
     Store,
     StoreError,
     StoreFullError,
-    StoreMissingError,
+    info,
     verify,
 )
 from tiercache.store.commit_writer import CommitWriter
@@ -115,10 +114,13 @@ def test_what_some_ranks_prepared_is_dropped_at_the_next_opening(tmp_path: Path,
     path = tmp_path / "s"
     assert train_shards(path, 3, 4, engine=engine) == [None] * 3
     before, blobs = digest(path), stored(path)
+    commits = info(path)["commits"]
     sharded_world.ahead(path, 3, *ahead)
     for rank in (1, 2):
         assert (f"ranks/{rank}.4" in lists_of(path, rank, engine)) == (rank in ahead)
     check_shards(path, Cursor(2))
+    assert verify(path)["problems"] == []
+    assert info(path)["commits"] == commits
     assert train_shards(path, 3, 0) == [None] * 3
     assert digest(path) == before
     assert stored(path) == blobs
@@ -131,22 +133,6 @@ def test_what_some_ranks_prepared_is_dropped_at_the_next_opening(tmp_path: Path,
     check_shards(path, Cursor(4))
     with Store.open(path, mode="r") as store:
         assert store.commit.id == 6
-
-
-@ENGINES
-def test_ranks_keep_as_many_commits_as_asked_for(tmp_path: Path, engine: str) -> None:
-    """A later opening may ask for another number; all ranks have the same commits."""
-    last = -1
-    for retention, kept in ((None, 1), (3, 3), (None, 3), (1, 1)):
-        assert train_shards(tmp_path / "s", 2, 5, retention=retention, engine=engine) == [None] * 2
-        last += 5
-        with Store.open(tmp_path / "s", mode="r") as store:
-            ids = [commit.id for commit in store.commits]
-            assert ids == [*range(last - kept + 1, last + 1)]
-            assert store.retention == kept
-            assert all(rank.retention == kept and rank.commit.id == last for rank in store.ranks)
-        names = [{name for name in names if name.startswith("ranks/")} for names in stored(tmp_path / "s")]
-        assert [len(of_rank) for of_rank in names] == [kept, kept]
 
 
 @pytest.mark.sampled(1)
@@ -398,20 +384,6 @@ def test_what_was_never_committed_is_made_anew(tmp_path: Path, first: int, secon
     check_shards(path, Cursor(1))
 
 
-def test_a_rank_that_is_missing_is_not_made_anew(tmp_path: Path) -> None:
-    """Neither by its own training, nor by one that divides the store: the rows of others would be all that is left."""
-    path = tmp_path / "s"
-    assert train_shards(path, 2, 4) == [None] * 2
-    (path / "rank-1").rename(tmp_path / "away")
-    for mode in ("r", "a"):
-        with pytest.raises(StoreMissingError, match=r"rank 1 of the store at .* is missing: .* does not exist"):
-            Store.open(path, mode=mode)
-    assert isinstance(train_shards(path, 2, 1)[1], StoreMissingError)
-    assert not (path / "rank-1").exists()
-    (tmp_path / "away").rename(path / "rank-1")
-    check_shards(path, Cursor(2))
-
-
 def test_the_marker_of_a_rank_is_plain_json(tmp_path: Path) -> None:
     """For people who look at the files."""
     path = tmp_path / "s"
@@ -422,18 +394,6 @@ def test_the_marker_of_a_rank_is_plain_json(tmp_path: Path) -> None:
     record = newest_record(path)
     assert record.folders == (".", "rank-1")
     assert [head.name.split("-")[0] for head in record.ranks] == ["ranks/0.1", "ranks/1.1"]
-
-
-def test_ranks_that_lack_a_commit_are_not_trained(tmp_path: Path) -> None:
-    """Another one of them may have it: the current commit's list was deleted."""
-    path = tmp_path / "s"
-    assert train_shards(path, 2, 4, engine="zarr") == [None] * 2
-    whole = open_folder(path / "rank-1", TABLES, "zarr", "a", None, create=False)
-    whole.engine.drop([(name, None) for name in whole.engine.list() if name.startswith("ranks/1.3")])
-    whole.close()
-    errors = train_shards(path, 2, 1)
-    assert any(isinstance(error, CorruptStoreError) for error in errors), errors
-    assert "ranks/1.3" in sentences(errors)
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in the store", "on a disk"])
