@@ -1,6 +1,7 @@
 """Several ranks keep their state by name, and resume from it."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,9 +9,23 @@ import pytest
 import tiercache as tc
 from tests.dist.pool import RanksPool
 from tests.dist.test_common_commits import different
-from tests.dist.trainings import CASES, stored
+from tests.dist.trainings import CASES, dense_of, model_of, open_sharded, stored, train, trained
+from tiercache.dist.communicator import AnyCommunicator
 
-MOMENTS = {"middle": [2, 1], "last": [1, 3]}
+MOMENTS = {"middle": (2, 1), "last": (1, 3)}
+
+
+def keep(_: AnyCommunicator, case: str, folder: str, **options: Any) -> dict[str, Any]:
+    """Train a case to its end and keep the moment after each named batch; returns the commits and the dense part."""
+    with open_sharded(CASES[case], folder, **options) as cache:
+        tracked = model_of(cache, CASES[case])
+        kept = {}
+        for p, number in trained(cache, CASES[case], tracked):
+            for name, moment in MOMENTS.items():
+                if (p.index, number) == moment:
+                    kept[name] = cache.keep(name)
+        cache.keep("end")
+        return {"kept": kept, **dense_of(tracked[0])}
 
 
 @pytest.mark.sampled(1)
@@ -21,10 +36,10 @@ def test_ranks_go_on_from_what_they_kept_to_the_same_bits(
     """All keep the same commit, in the middle of a pass and after its last batch."""
     CASES["bags"].cut(tmp_path / "passes")
     options = {"case": "bags", "folder": str(tmp_path), "commit_every": commit_every}
-    plain = ranks_pool.run(2, "tests.dist.trainings:train", **options)
+    plain = ranks_pool.run(2, train, **options)
     rows = stored(tmp_path)
     (tmp_path / "model.tc").rename(tmp_path / "plain.tc")
-    found = ranks_pool.run(2, "tests.dist.keeping:train", moments=MOMENTS, **options)
+    found = ranks_pool.run(2, keep, **options)
     assert found[0]["kept"] == found[1]["kept"]
     assert found[0]["kept"].keys() == MOMENTS.keys()
     assert different(stored(tmp_path), rows) == []
@@ -33,11 +48,11 @@ def test_ranks_go_on_from_what_they_kept_to_the_same_bits(
             assert store.at(name).commit.id == found[0]["kept"][name]
             assert store.at(name).commit.cursor == (index, 16 * (batch + 1))
     for name in ("middle", "last"):
-        again = ranks_pool.run(2, "tests.dist.trainings:train", at=name, **options)
+        again = ranks_pool.run(2, train, at=name, **options)
         assert different(stored(tmp_path), rows) == []
         for key in (key for key in plain[0] if key.startswith("dense")):
             np.testing.assert_array_equal(again[0][key], plain[0][key], err_msg=key)
-    failed = ranks_pool.errors(3, "tests.dist.trainings:train", at="last", **options)
+    failed = ranks_pool.errors(3, train, at="last", **options)
     assert any("has the rows of 2 ranks, sharded differently from the tables of this training" in str(one)
                for one in failed)  # fmt: skip
     assert different(stored(tmp_path), rows) == []
