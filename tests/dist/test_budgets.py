@@ -19,6 +19,7 @@ from tests.dist.trainings import (
     open_sharded,
     resident,
     stored,
+    train,
 )
 from tests.dist.trainings import trained as trained_by_step
 from tests.train.cases import Case
@@ -30,8 +31,6 @@ from tiercache.store.table import group_tables
 
 LARGE = Case(tables=ONE.tables, specs=ONE.specs, num_samples=3000, num_keys=1 << 20, batch=250, epochs=2, shuffle=False)
 ROW_BYTES = device_bytes(group_tables(LARGE.tables)[0])
-TRAIN = "tests.dist.trainings:train"
-OPEN = "tests.dist.test_budgets:opened"
 SENTENCES = {
     "device_budget": "but device_budget is 4 KiB",
     "host_budget": "host_budget is 1 bytes, but the dump of one",
@@ -87,7 +86,7 @@ def held(path: Path) -> list[Any]:
 def trained(ranks_pool: RanksPool, folder: Path) -> None:
     """Train the case on two ranks, with two commits kept."""
     CASES["one"].cut(folder / "passes")
-    ranks_pool.run(2, TRAIN, case="one", folder=str(folder), sharding=sharded("row_wise"), retention=2)
+    ranks_pool.run(2, train, case="one", folder=str(folder), sharding=sharded("row_wise"), retention=2)
 
 
 def assert_refused(errors: list[tuple[str, str] | None], sentence: str) -> None:
@@ -108,10 +107,10 @@ def test_parts_are_not_written_anew_for_a_budget_that_is_too_small(
     options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded(kind), "retention": 2}
 
     for name, sentence in SENTENCES.items():
-        assert_refused(ranks_pool.errors(size, OPEN, **options | {name: TOO_SMALL[name]}), sentence)
+        assert_refused(ranks_pool.errors(size, opened, **options | {name: TOO_SMALL[name]}), sentence)
         assert files_of(tmp_path / "model.tc") == before
 
-    assert ranks_pool.run(size, OPEN, **options) == [[8, 0]] * size
+    assert ranks_pool.run(size, opened, **options) == [[8, 0]] * size
     assert_same_rows(stored(tmp_path), rows)
 
 
@@ -123,7 +122,7 @@ def test_parts_that_were_written_anew_are_given_up_where_the_budget_is_too_small
     """For example if they have rows of earlier passes, which sizes alone do not reveal: no new part is left."""
     CASES["one"].cut(tmp_path / "passes")
     options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded("row_wise"), "order_seed": order_seed}
-    ranks_pool.run(2, TRAIN, case="one", **options)
+    ranks_pool.run(2, train, case="one", **options)
     (tmp_path / "passes").rename(tmp_path / "old")
     Case(tables=ONE.tables, specs=ONE.specs, num_samples=32, data_seed=7).cut(tmp_path / "passes")
     rows, before = stored(tmp_path), held(tmp_path / "model.tc")
@@ -132,13 +131,13 @@ def test_parts_that_were_written_anew_are_given_up_where_the_budget_is_too_small
     options["reorganize"] = True
     shutil.copytree(tmp_path, tmp_path / "copy")
     copied = options | {"folder": str(tmp_path / "copy")}
-    needed = max(ranks_pool.run(size, "tests.dist.test_budgets:needed", **copied))
-    errors = ranks_pool.errors(size, OPEN, **options | {"store_budget": needed - 1})
+    needed = max(ranks_pool.run(size, needed, **copied))
+    errors = ranks_pool.errors(size, opened, **options | {"store_budget": needed - 1})
     assert_refused(errors, f"raise store_budget to {needed} bytes")
     assert file_bytes_of(tmp_path / "model.tc") <= file_bytes
     assert held(tmp_path / "model.tc") == before
     assert_same_rows(stored(tmp_path), rows)
-    assert ranks_pool.run(size, OPEN, **options | {"store_budget": needed}) == [[0, 0]] * size
+    assert ranks_pool.run(size, opened, **options | {"store_budget": needed}) == [[0, 0]] * size
 
 
 def test_commits_are_not_dropped_for_a_training_that_is_refused(ranks_pool: RanksPool, tmp_path: Path) -> None:
@@ -149,12 +148,12 @@ def test_commits_are_not_dropped_for_a_training_that_is_refused(ranks_pool: Rank
 
     for name, sentence in SENTENCES.items():
         for retention in (1, 3):
-            errors = ranks_pool.errors(2, OPEN, **options, retention=retention, **{name: TOO_SMALL[name]})
+            errors = ranks_pool.errors(2, opened, **options, retention=retention, **{name: TOO_SMALL[name]})
             assert_refused(errors, sentence)
             assert files_of(tmp_path / "model.tc") == before
 
     for epochs, retention, kept in ((3, 3, [10, 11, 12]), (4, 1, [16])):
-        ranks_pool.run(2, TRAIN, case="one", **options, retention=retention, epochs=epochs)
+        ranks_pool.run(2, train, case="one", **options, retention=retention, epochs=epochs)
         with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
             assert [commit.cursor for commit in store.commits] == [(index, 0) for index in kept]
             assert store.retention == retention
@@ -173,12 +172,12 @@ def test_rows_are_not_put_in_the_order_of_other_passes_for_a_budget_that_is_too_
     options: dict[str, Any] = {"folder": str(tmp_path), "reorganize": True, "order_seed": order_seed}
 
     for name, sentence in SENTENCES.items():
-        assert_refused(ranks_pool.errors(2, OPEN, **options | {name: TOO_SMALL[name]}), sentence)
+        assert_refused(ranks_pool.errors(2, opened, **options | {name: TOO_SMALL[name]}), sentence)
         assert files_of(tmp_path / "model.tc") == before
         with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
             assert [commit.cursor for commit in store.commits] == [(7, 0), (8, 0)]
 
-    assert ranks_pool.run(2, OPEN, **options) == [[0, 0]] * 2
+    assert ranks_pool.run(2, opened, **options) == [[0, 0]] * 2
 
 
 @pytest.mark.sampled(1)
@@ -202,7 +201,7 @@ def test_passes_cut_for_several_devices_are_trained_on_as_many(
     assert len(rows) > 2
 
     found = ranks_pool.run(
-        size, "tests.dist.test_budgets:trained_large", folder=str(tmp_path), device_budget=budget,
+        size, trained_large, folder=str(tmp_path), device_budget=budget,
         sharding=sharded("row_wise"),
     )  # fmt: skip
 
@@ -220,7 +219,7 @@ def test_passes_cut_for_all_devices_together_are_refused_with_what_to_do(ranks_p
         ("row_wise", "devices=2"),
         ("table_wise", "this assumes that all tables are sharded row_wise"),
     ):
-        errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), device_budget=budget, sharding=sharded(kind))
+        errors = ranks_pool.errors(2, opened, folder=str(tmp_path), device_budget=budget, sharding=sharded(kind))
         assert_refused(errors, advice)
         assert all(error is not None and error[1].endswith(more) for error in errors)
 
@@ -234,9 +233,9 @@ def test_the_device_budget_that_an_error_gives_is_the_smallest_that_trains(
 
     def refused(device_budget: int) -> int:
         options = {"folder": str(tmp_path), "device_budget": device_budget, "sharding": sharded(kind)}
-        texts = [error[1] for error in ranks_pool.errors(2, OPEN, **options) if error is not None]
+        texts = [error[1] for error in ranks_pool.errors(2, opened, **options) if error is not None]
         return max(parse_bytes(found) for text in texts for found in re.findall(r"2 ranks: raise it to (\w+), ", text))
 
     least = refused(1)
     assert refused(least - 1) == least
-    ranks_pool.run(2, TRAIN, case="one", folder=str(tmp_path), device_budget=least, sharding=sharded(kind))
+    ranks_pool.run(2, train, case="one", folder=str(tmp_path), device_budget=least, sharding=sharded(kind))

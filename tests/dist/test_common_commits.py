@@ -23,7 +23,7 @@ from tests.dist.sharded_world import (
     train_shards,
     whole_row,
 )
-from tests.dist.trainings import CASES, stored
+from tests.dist.trainings import CASES, stored, train
 from tiercache.store import CommitMissingError, Cursor, Store, StoreClosedError, info, verify
 from tiercache.store.locks import leased_commits
 from tiercache.store.rank_writer import RankWriter
@@ -323,7 +323,7 @@ def test_a_training_goes_on_from_a_rollback_to_the_same_bits(ranks_pool: RanksPo
     """Rows, states and dense weights of two ranks are those that it ended with before it was rolled back."""
     CASES["bags"].cut(tmp_path / "passes")
     path, training = tmp_path / "model.tc", {"case": "bags", "folder": str(tmp_path)}
-    whole = ranks_pool.run(2, "tests.dist.trainings:train", **training, retention=3)
+    whole = ranks_pool.run(2, train, **training, retention=3)
     theirs = stored(tmp_path)
     with tc.Store.open(path, mode="r") as store:
         first, *_, last = store.commits
@@ -331,7 +331,7 @@ def test_a_training_goes_on_from_a_rollback_to_the_same_bits(ranks_pool: RanksPo
     assert sharded_world.roll_back(path, first.id).cursor == first.cursor
     assert different(stored(tmp_path), theirs)
 
-    ended = ranks_pool.run(2, "tests.dist.trainings:train", **training)
+    ended = ranks_pool.run(2, train, **training)
 
     with tc.Store.open(path, mode="r") as store:
         assert store.commit.cursor == last.cursor

@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import tiercache as tc
-from tests.dist.conformance import WAYS, Entry, known, looked_up, run
+from tests.dist.conformance import WAYS, Entry, ask_wrongly, evaluate, known, leave_a_loop, looked_up, run, train
 from tests.dist.conformance_list import BEYOND, MERLIN
 from tests.dist.pool import RanksPool
 from tests.dist.trainings import stored
 from tests.train.cases import all_keys, tiered
 from tiercache.store import MemoryEngine
 
-BODY = "tests.dist.conformance:train"
 SIZES = (2, 3, 4)
 
 
@@ -86,7 +85,7 @@ def assert_as_alone(
 def test_ranks_train_as_one_process(ranks_pool: RanksPool, tmp_path: Path, alone: Any, entry: str, size: int) -> None:
     """Five steps: the first lookup within 1e-6, all else within 1e-5."""
     known(entry).cut(tmp_path / "passes")
-    parts = ranks_pool.run(size, BODY, name=entry, folder=str(tmp_path))
+    parts = ranks_pool.run(size, train, name=entry, folder=str(tmp_path))
     assert_as_alone(parts, tmp_path, alone(entry))
     assert all(part["fits"] for part in parts)
     if entry == "eight tables of width 2 are one array":
@@ -106,7 +105,7 @@ def test_where_no_sum_is_rounded_all_bits_are_those_of_one_process(
     """
     entry = f"no sum is rounded{dtype}"
     known(entry).cut(tmp_path / "passes")
-    parts = ranks_pool.run(size, BODY, name=entry, folder=str(tmp_path))
+    parts = ranks_pool.run(size, train, name=entry, folder=str(tmp_path))
     assert_as_alone(parts, tmp_path, alone(entry), tolerance=0, first=0)
 
 
@@ -120,7 +119,7 @@ def test_two_runs_on_as_many_ranks_end_with_the_same_bits(
     for name in ("one", "other"):
         folder = tmp_path / name
         known("everything at once").cut(folder / "passes")
-        parts = ranks_pool.run(size, BODY, name="everything at once", folder=str(folder), comm_dtype=comm_dtype)
+        parts = ranks_pool.run(size, train, name="everything at once", folder=str(folder), comm_dtype=comm_dtype)
         dense = [value for part in parts for name, value in part.items() if name.startswith("dense.")]
         found = [one for what in ("outputs", "weights") for batch in of_all_ranks(parts, what) for one in batch]
         runs.append(found + dense + [field for _, fields in stored(folder).values() for field in fields])
@@ -137,12 +136,12 @@ def test_a_wire_of_16_bits_loses_no_more_than_its_bits(
     entry = "shared tables in every sharding"
     for folder in (tmp_path, tmp_path / "wide"):
         known(entry).cut(folder / "passes")
-    parts = ranks_pool.run(3, BODY, name=entry, folder=str(tmp_path), comm_dtype=comm_dtype)
+    parts = ranks_pool.run(3, train, name=entry, folder=str(tmp_path), comm_dtype=comm_dtype)
     lost = 2.0 ** (-8 if comm_dtype == "bfloat16" else -11)
     assert_as_alone(parts, tmp_path, alone(entry), tolerance=8 * lost, first=4 * lost)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_as_alone(parts, tmp_path, alone(entry), tolerance=lost / 8, first=lost / 8)
-    wide = ranks_pool.run(3, BODY, name=entry, folder=str(tmp_path / "wide"))
+    wide = ranks_pool.run(3, train, name=entry, folder=str(tmp_path / "wide"))
     for half, whole in zip(parts, wide, strict=True):
         assert 0.5 < half["bytes"] / whole["bytes"] < 0.8, "ids and addresses stay as they are"
 
@@ -151,8 +150,8 @@ def test_rows_of_replicated_tables_are_mirrored_and_do_not_travel(ranks_pool: Ra
     """Every rank has the vectors of all rows of the pass on its device; gradients travel all the same."""
     passes = known("all replicated").cut(tmp_path / "passes")
     known("row slices").cut(tmp_path / "rows" / "passes")
-    parts = ranks_pool.run(2, BODY, name="all replicated", folder=str(tmp_path))
-    rows = ranks_pool.run(2, BODY, name="row slices", folder=str(tmp_path / "rows"))
+    parts = ranks_pool.run(2, train, name="all replicated", folder=str(tmp_path))
+    rows = ranks_pool.run(2, train, name="row slices", folder=str(tmp_path / "rows"))
     replicas = sum(4 * table.dim * passes.passes[-1].rows(table.name) for table in passes.tables)
     for replicated, divided in zip(parts, rows, strict=True):
         assert (replicated["mirror_bytes"], divided["mirror_bytes"]) == (replicas, 0)
@@ -167,7 +166,7 @@ def test_an_id_outside_its_table_is_said_on_every_rank_and_training_goes_on(
     """One message on each; a new loop over the passes then trains as if nothing had happened."""
     known("row slices").cut(tmp_path / "passes")
     parts = ranks_pool.run(
-        size, "tests.dist.conformance:ask_wrongly", name="row slices", folder=str(tmp_path), bad_rank=bad_rank,
+        size, ask_wrongly, name="row slices", folder=str(tmp_path), bad_rank=bad_rank,
         number=number,
     )  # fmt: skip
     for rank, part in enumerate(parts):
@@ -181,7 +180,7 @@ def test_an_id_outside_its_table_is_said_on_every_rank_and_training_goes_on(
 def test_a_loop_that_is_left_open_ends_without_a_word(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """Also after an error whose traceback outlives the cache."""
     known("basic").cut(tmp_path / "passes")
-    told = ranks_pool.run(2, "tests.dist.conformance:leave_a_loop", name="basic", folder=str(tmp_path))
+    told = ranks_pool.run(2, leave_a_loop, name="basic", folder=str(tmp_path))
     assert told == [[], []]
 
 
@@ -202,7 +201,7 @@ def test_keys_of_32_and_of_64_bits_are_the_same_rows(ranks_pool: RanksPool, tmp_
         device_budget="1GiB", progress=False,
     )  # fmt: skip
     assert {int(key) for one in passes for key in one.keys("t0")} == {*narrow.tolist(), *wide.tolist()}
-    parts = ranks_pool.run(size, BODY, name="keys of 32 and of 64 bits", folder=str(tmp_path))
+    parts = ranks_pool.run(size, train, name="keys of 32 and of 64 bits", folder=str(tmp_path))
     assert_as_alone(parts, tmp_path, train_alone(entry, passes))
 
 
@@ -219,7 +218,7 @@ def test_evaluation_finds_the_rows_of_one_process(
     passes, tests = case.cut(tmp_path / "passes"), case.cut(tmp_path / "tests", times=3, seed=9)
     assert len(np.setdiff1d(all_keys(tests, "t0"), all_keys(passes, "t0"))) > 10
     told = ranks_pool.run(
-        size, "tests.dist.conformance:evaluate", name=entry, folder=str(tmp_path), at=[1, 3, -1],
+        size, evaluate, name=entry, folder=str(tmp_path), at=[1, 3, -1],
         schedule=("simple", "interleaved")[size % 2],
     )  # fmt: skip
     theirs: dict[str, NDArray[np.float32]] = {}
@@ -255,7 +254,7 @@ def test_other_ranks_go_on_as_one_process(
     theirs, resident = alone("three epochs")
     outputs, weights = [], []
     for epoch, size in enumerate(sizes):
-        parts = ranks_pool.run(size, BODY, name="three epochs", folder=str(tmp_path), until=epoch + 1)
+        parts = ranks_pool.run(size, train, name="three epochs", folder=str(tmp_path), until=epoch + 1)
         outputs += of_all_ranks(parts, "outputs")
         weights += of_all_ranks(parts, "weights")
     whole = [one | {"outputs": outputs, "weights": weights} for one in parts[:1]]
@@ -267,7 +266,7 @@ def test_other_ranks_go_on_as_one_process(
 def test_many_steps_stay_with_one_process(ranks_pool: RanksPool, tmp_path: Path, alone: Any, size: int) -> None:
     """Two hundred batches: rounding errors add up slowly."""
     known("many steps").cut(tmp_path / "passes")
-    parts = ranks_pool.run(size, BODY, name="many steps", folder=str(tmp_path), limit=300)
+    parts = ranks_pool.run(size, train, name="many steps", folder=str(tmp_path), limit=300)
     assert_as_alone(parts, tmp_path, alone("many steps"), tolerance=1e-3)
 
 
@@ -318,7 +317,7 @@ def compare(pool: RanksPool, record: dict[str, Any], size: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         entry = known(record)
         passes = entry.cut(Path(folder) / "passes")
-        parts = pool.run(size, BODY, name=record, folder=folder)
+        parts = pool.run(size, train, name=record, folder=folder)
         assert_as_alone(parts, Path(folder), train_alone(entry, passes))
 
 

@@ -123,7 +123,7 @@ def train_apart(ranks: AnyCommunicator, case: str, folder: str, *, stop: int | N
 
 def test_ranks_that_train_apart_resume_with_their_own_weights(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """Their models began with the same weights."""
-    here = f"{__name__}:train_apart"
+    here = train_apart
     CASES["bags"].cut(tmp_path / "whole" / "passes")
     CASES["bags"].cut(tmp_path / "left" / "passes")
     whole = ranks_pool.run(2, here, case="bags", folder=str(tmp_path / "whole"))
@@ -158,7 +158,7 @@ def train_normalized(ranks: AnyCommunicator, folder: str, *, broadcasts: bool, s
 @pytest.mark.parametrize("broadcasts", [False, True])
 def test_ranks_resume_with_their_own_buffers(ranks_pool: RanksPool, tmp_path: Path, broadcasts: bool) -> None:
     """The statistics of a batch norm are those of an uninterrupted training, on each rank."""
-    body, found = f"{__name__}:train_normalized", dict[str, Any]()
+    body, found = train_normalized, dict[str, Any]()
     for name in ("whole", "left"):
         CASES["one"].cut(tmp_path / name / "passes")
         options = {"folder": str(tmp_path / name), "broadcasts": broadcasts}

@@ -18,8 +18,6 @@ from tests.train.test_fetch_ahead import CASE, STEPS, Training, evaluate_of_the_
 from tiercache.dist.communicator import AnyCommunicator
 from tiercache.errors import StateError
 
-FETCH = f"{__name__}:fetch"
-
 
 class GivenUpError(Exception):
     """A loop is left by an error."""
@@ -100,7 +98,7 @@ def plain(folder: Path, ranks_pool: RanksPool) -> Plain:
 
     @cache
     def trained(name: str = "plain.tc", **options: Any) -> dict[str, Any]:
-        found: dict[str, Any] = ranks_pool.run(2, FETCH, folder=str(folder), name=name, depth=0, **options)[0]
+        found: dict[str, Any] = ranks_pool.run(2, fetch, folder=str(folder), name=name, depth=0, **options)[0]
         return found
 
     return trained
@@ -126,7 +124,7 @@ def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
     """Losses, rows, optimizer state and dense weights; the last pass is committed when the cache closes."""
     name, theirs = f"{depth}-{prefetch}-{options}.tc", f"plain-{options}.tc" if options else "plain.tc"
     given = {"folder": str(folder), "depth": depth, "prefetch": prefetch}
-    (found, _) = ranks_pool.run(2, FETCH, name=name, **given, **options)
+    (found, _) = ranks_pool.run(2, fetch, name=name, **given, **options)
     assert len(found["losses"]) == STEPS
     assert found["losses"] == plain(theirs, **options)["losses"]
     assert found["passes"] == 8
@@ -145,10 +143,10 @@ def test_a_loop_that_fetched_ahead_goes_on_to_the_same_bits(
 ) -> None:
     """Stopped by an error, a commit inside a pass, or a close before the end: untrained batches do not count."""
     name = f"{how}.tc"
-    ranks_pool.run(2, FETCH, folder=str(folder), name=name, depth=2, steps=steps, how=how)
+    ranks_pool.run(2, fetch, folder=str(folder), name=name, depth=2, steps=steps, how=how)
     with tc.Store.open(folder / name, mode="r") as store:
         assert (store.commit.cursor.pass_index, store.commit.cursor.sample) == at
-    (found, _) = ranks_pool.run(2, FETCH, folder=str(folder), name=name, depth=2)
+    (found, _) = ranks_pool.run(2, fetch, folder=str(folder), name=name, depth=2)
     assert_same(folder, name, found, plain(), "plain.tc")
 
 
@@ -157,7 +155,7 @@ def test_what_is_refused_over_the_end_of_a_pass_is_what_one_rank_refuses(
     ranks_pool: RanksPool, folder: Path, what: str
 ) -> None:
     """Evaluation before a pass begins, a batch of one that ended, and gradients that would be lost."""
-    ranks_pool.run(2, f"{__name__}:go_through", folder=str(folder), name=f"{what}.tc", what=what)
+    ranks_pool.run(2, go_through, folder=str(folder), name=f"{what}.tc", what=what)
 
 
 @pytest.mark.sampled(1)
@@ -170,7 +168,7 @@ def test_micro_batches_of_a_pass_that_was_fetched_ahead_look_up_its_rows(
     for schedule in ("simple", "interleaved"):
         name = f"{schedule}-{queued}.tc"
         given = {"folder": str(folder), "name": name, "schedule": schedule, "queued": queued}
-        found[schedule] = ranks_pool.run(2, f"{__name__}:take_apart", **given)[0]
+        found[schedule] = ranks_pool.run(2, take_apart, **given)[0]
     assert_same(
         folder, f"interleaved-{queued}.tc", found["interleaved"], found["simple"], f"simple-{queued}.tc"
     )  # fmt: skip

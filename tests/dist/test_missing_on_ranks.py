@@ -49,7 +49,7 @@ def test_each_rank_reads_by_its_own_choice(ranks_pool: RanksPool, tmp_path: Path
     """No rank waits for another. A rank without samples gets the first sample of the first rank with some."""
     table = tc.Table(name="a", dim=2, optimizer=tc.optim.SGD(learning_rate=0.5), initializer=tc.init.Constant(value=1))
     tc.write_key_sets(tmp_path / "keys", [table], [{"a": np.array([0])}, {"a": np.array([1])}])
-    every = ranks_pool.run(3, f"{__name__}:read", folder=str(tmp_path), sizes=list(SIZES[sizes]), ended=ended)
+    every = ranks_pool.run(3, read, folder=str(tmp_path), sizes=list(SIZES[sizes]), ended=ended)
     lender = next(rank for rank, size in enumerate(SIZES[sizes]) if size)
     for rank, found in enumerate(every):
         assert len(found) == len(CHOICES) ** 3

@@ -157,7 +157,7 @@ def test_ranks_commit_a_pass_together_or_not_at_all(ranks_pool: RanksPool, tmp_p
     """All ranks say why not."""
     CASE.cut(tmp_path / "passes")
     _, words, commits = LOOPS[what]
-    for said in ranks_pool.run(2, f"{__name__}:run", folder=str(tmp_path), what=what):
+    for said in ranks_pool.run(2, run, folder=str(tmp_path), what=what):
         assert words in said
         assert bool(said) == bool(words)
     with tc.Store.open(tmp_path / f"{what}.tc", mode="r") as store:

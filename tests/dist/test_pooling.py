@@ -17,7 +17,6 @@ from tests.dist.trainings import OPTIONS, assert_same_rows, dense_of, stored
 from tests.train.cases import Case, Spec, table
 from tiercache.dist.communicator import AnyCommunicator
 
-BODIES = f"{__name__}:"
 CASE = Case(
     tables=(
         table("users", 5, tc.optim.SGD(learning_rate=0.1)),
@@ -216,7 +215,7 @@ def train_on(pool: RanksPool, size: int, folder: Path, name: str, kind: str, **o
     """Train on ranks."""
     if not (folder / "passes").exists():
         CASE.cut(folder / "passes")
-    return pool.run(size, BODIES + "train", folder=str(folder), name=name, kind=kind, **options)
+    return pool.run(size, train, folder=str(folder), name=name, kind=kind, **options)
 
 
 def vectors_of(told: list[dict[str, Any]]) -> np.ndarray[Any, Any]:
@@ -307,7 +306,7 @@ def test_a_wrong_id_of_a_pooled_feature_is_said_on_all_ranks(
     """With its place in the batch, before anything is pooled."""
     CASE.cut(tmp_path / "passes")
 
-    errors = ranks_pool.errors(2, BODIES + "have_a_wrong_id", folder=str(tmp_path), read_by=read_by)
+    errors = ranks_pool.errors(2, have_a_wrong_id, folder=str(tmp_path), read_by=read_by)
 
     said = "feature 'title' has local id 1048576 at entry 1 of the batch"
     assert all(error is not None and said in error[1] for error in errors), errors
@@ -318,7 +317,7 @@ def test_ranks_that_read_by_owner_and_differ_are_told_so(ranks_pool: RanksPool, 
     """One of them pools the sum and the other the mean."""
     CASE.cut(tmp_path / "passes")
 
-    errors = ranks_pool.errors(2, BODIES + "differ", folder=str(tmp_path))
+    errors = ranks_pool.errors(2, differ, folder=str(tmp_path))
 
     assert all(error is not None and "ranks look up different features" in error[1] for error in errors), errors
 
@@ -327,11 +326,11 @@ def test_a_feature_that_gets_weights_keeps_its_rows(ranks_pool: RanksPool, tmp_p
     """If it is announced; otherwise the message says how."""
     CASE.cut(tmp_path / "passes")
 
-    told = ranks_pool.run(2, BODIES + "weigh", folder=str(tmp_path), announced=True)
+    told = ranks_pool.run(2, weigh, folder=str(tmp_path), announced=True)
     assert [one[:2] for one in told] == [[["more"], ["title"]]] * 2
     assert all(one[2] > 0 for one in told)
 
-    errors = ranks_pool.errors(2, BODIES + "weigh", folder=str(tmp_path), announced=False)
+    errors = ranks_pool.errors(2, weigh, folder=str(tmp_path), announced=False)
     assert all(error is not None and "the module with weighted=['title']" in error[1] for error in errors), errors
 
 
@@ -339,7 +338,7 @@ def test_ids_that_a_batch_does_not_have_are_one_sentence(ranks_pool: RanksPool, 
     """For a feature pooled elsewhere, an unused one and an unknown one; other operations work."""
     CASE.cut(tmp_path / "passes")
 
-    for told in ranks_pool.run(2, BODIES + "ask_for_ids", folder=str(tmp_path), names=["more", "tag", "mor"]):
+    for told in ranks_pool.run(2, ask_for_ids, folder=str(tmp_path), names=["more", "tag", "mor"]):
         assert told["said"] == [
             "feature 'more' is pooled by sum on the rank that owns its table, so the batch has no ids of it: create "
             "the module that looks it up with weighted=['more'] to have them, or use its vectors in batch.pooled",
@@ -354,7 +353,7 @@ def test_what_no_module_looks_up_is_not_brought(ranks_pool: RanksPool, tmp_path:
     """A feature that is pooled in two ways is sent as rows; an unused feature is not sent at all."""
     CASE.cut(tmp_path / "passes")
 
-    told = ranks_pool.run(2, BODIES + "modules_are_registered", folder=str(tmp_path))
+    told = ranks_pool.run(2, modules_are_registered, folder=str(tmp_path))
 
     every = sorted(spec.name for spec in CASE.specs)
     rows = [["more", "user"], []]

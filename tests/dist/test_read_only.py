@@ -9,7 +9,7 @@ import torch
 
 import tiercache as tc
 from tests.dist.pool import RanksPool
-from tests.dist.trainings import CASES, OPTIONS, model_of
+from tests.dist.trainings import CASES, OPTIONS, model_of, train
 from tiercache.dist.communicator import AnyCommunicator
 from tiercache.errors import StateError
 
@@ -49,13 +49,12 @@ def alone(_ranks: AnyCommunicator, case: str, folder: str) -> str:
 def test_ranks_evaluate_a_store_that_was_opened_for_reading(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """With the bits of those that may train it; a training is refused, and so is another number of ranks."""
     CASES["bags"].cut(tmp_path / "passes")
-    ranks_pool.run(2, "tests.dist.trainings:train", case="bags", folder=str(tmp_path), epochs=1)
+    ranks_pool.run(2, train, case="bags", folder=str(tmp_path), epochs=1)
     expected, found = (
-        ranks_pool.run(2, f"{__name__}:evaluated", case="bags", folder=str(tmp_path), given=given)
-        for given in (False, True)
+        ranks_pool.run(2, evaluated, case="bags", folder=str(tmp_path), given=given) for given in (False, True)
     )
 
     for mine, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(mine["logits"], other["logits"])
         assert mine["planned"] == other["planned"]
-    assert "pass its path to 1" in ranks_pool.run(1, f"{__name__}:alone", case="bags", folder=str(tmp_path))[0]
+    assert "pass its path to 1" in ranks_pool.run(1, alone, case="bags", folder=str(tmp_path))[0]

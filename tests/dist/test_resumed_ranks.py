@@ -73,11 +73,11 @@ def resume_sharded(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
 def test_each_rank_restores_its_own_shards_of_an_optimizer(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """Before the first step an optimizer has no state, and so the same on all ranks."""
     CASE.cut(tmp_path / "passes")
-    first, second = ranks_pool.run(2, f"{__name__}:resume_sharded", folder=str(tmp_path))
+    first, second = ranks_pool.run(2, resume_sharded, folder=str(tmp_path))
     assert first["restored"] == first["trained"] != second["trained"] == second["restored"]
-    for error in ranks_pool.run(3, f"{__name__}:refused", folder=str(tmp_path)):
+    for error in ranks_pool.run(3, refused, folder=str(tmp_path)):
         assert re.search(r"the state of model, optimizer in .* is sharded over 2 ranks, .* there are 3 now", error)
-    again = ranks_pool.run(2, f"{__name__}:restored", folder=str(tmp_path))
+    again = ranks_pool.run(2, restored, folder=str(tmp_path))
     assert again == [first["trained"], second["trained"]], "the refused ranks changed the store"
 
 
@@ -100,7 +100,7 @@ def test_ranks_that_differ_in_what_they_go_through_are_told(ranks_pool: RanksPoo
     CASE.cut(tmp_path / "passes")
     for rank in range(2):
         replace(CASE, data_seed=10 + rank).cut(tmp_path / f"passes{rank}")
-    for error in ranks_pool.run(2, f"{__name__}:differing", folder=str(tmp_path), what=what):
+    for error in ranks_pool.run(2, differing, folder=str(tmp_path), what=what):
         assert what in error
         assert "rank 1" in error
 
@@ -130,7 +130,7 @@ def test_a_commit_within_a_pass_counts_the_plain_keys_of_all_ranks(ranks_pool: R
     schema = tc.Schema(tables=(table("k", 4),), features=(tc.Feature(name="k", table="k"),))
     tc.write_key_sets(tmp_path / "keys", schema, [{"k": np.arange(32)}])
     for restarts in (False, True):
-        found = ranks_pool.run(2, f"{__name__}:commit_within", folder=str(tmp_path), restarts=restarts)
+        found = ranks_pool.run(2, commit_within, folder=str(tmp_path), restarts=restarts)
         assert [one["begin"] for one in found] == [(2, 16) if restarts else (0, 0)] * 2
     first, second = found
     assert first["rows"] == second["rows"]

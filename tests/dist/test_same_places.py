@@ -16,7 +16,6 @@ from tiercache.dist.communicator import AnyCommunicator
 from tiercache.dist.consistency import check_same_places
 from tiercache.errors import RankError
 
-OPEN = f"{__name__}:opened"
 END = ": pass the same values on all ranks and restart them"
 
 
@@ -59,7 +58,7 @@ def test_ranks_with_different_folders_are_refused(
     ONE.cut(tmp_path / "passes")
     by_rank = [asked | {"cwd": str(tmp_path / asked.get("cwd", ""))} for asked in (one, other)]
 
-    errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), by_rank=by_rank)
+    errors = ranks_pool.errors(2, opened, folder=str(tmp_path), by_rank=by_rank)
 
     assert errors[0] == errors[1]
     kind, sentence = errors[0] or ("", "")
@@ -107,6 +106,6 @@ def test_ranks_train_one_store_by_different_paths(ranks_pool: RanksPool, tmp_pat
     (tmp_path / "link").symlink_to(tmp_path)
     CASES["one"].cut(tmp_path / "passes")
     asked = [{"store": str(tmp_path / "model.tc")}, {"store": str(tmp_path / "link" / "model.tc")}]
-    assert ranks_pool.errors(2, OPEN, folder=str(tmp_path), by_rank=asked) == [None, None]
+    assert ranks_pool.errors(2, opened, folder=str(tmp_path), by_rank=asked) == [None, None]
     on_ranks(ranks_pool, 2, tmp_path, epochs=1)
     assert stored(tmp_path).keys() == stored(tmp_path / "link").keys()

@@ -81,7 +81,7 @@ def test_settings_of_one_rank_alone_are_never_committed(
 ) -> None:
     """All ranks raise an error that names the setting, both values and what to do; the store has the pass before."""
     CASE.cut(tmp_path / "passes")
-    found = ranks_pool.run(2, f"{__name__}:train", folder=str(tmp_path), what=what, when=when)
+    found = ranks_pool.run(2, train, folder=str(tmp_path), what=what, when=when)
     for one in found:
         assert one["error"].startswith("ranks differ in ")
         assert CHANGED[what] in one["error"]

@@ -166,8 +166,6 @@ def test_a_sharding_of_other_tables_or_columns_is_refused() -> None:
 
 # -- users' requests for shardings ---------------------------------------------------------------------------
 
-OPEN = "tests.dist.test_sharding:chosen"
-
 
 def chosen(ranks: AnyCommunicator, folder: str, asked: list[Any], **options: Any) -> dict[str, str]:
     """Open a store with each rank's request, and return the kind of each table."""
@@ -209,7 +207,7 @@ def test_ranks_that_ask_for_different_shardings_are_refused(
     """The requests are compared, not the resulting shardings; nothing is made."""
     ONE.cut(tmp_path / "passes")
 
-    errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), asked=asked)
+    errors = ranks_pool.errors(2, chosen, folder=str(tmp_path), asked=asked)
 
     assert errors[0] == errors[1]
     assert errors[0] is not None
@@ -232,7 +230,7 @@ def test_thresholds_say_where_tables_stand(ranks_pool: RanksPool, tmp_path: Path
         ("row_threshold", "1MiB", "table_wise"),
     ):
         asked = {"rules": rules | ({name: most} if name else {})}
-        told = ranks_pool.run(2, OPEN, folder=str(tmp_path), asked=[asked])
+        told = ranks_pool.run(2, chosen, folder=str(tmp_path), asked=[asked])
         assert told == [{"users": kind, "items": "table_wise"}] * 2, (name, most)
 
 
@@ -241,7 +239,7 @@ def test_costs_say_where_tables_stand(ranks_pool: RanksPool, tmp_path: Path) -> 
     ONE.cut(tmp_path / "passes")
     for seconds, kind in ((1e-6, "row_wise"), (1.0, "table_wise")):
         asked = {"rules": {}, "costs": {"piece_seconds": seconds}}
-        assert ranks_pool.run(2, OPEN, folder=str(tmp_path), asked=[asked]) == [{"users": kind, "items": kind}] * 2
+        assert ranks_pool.run(2, chosen, folder=str(tmp_path), asked=[asked]) == [{"users": kind, "items": kind}] * 2
 
 
 def test_numbers_on_the_wire_count_as_the_cache_sends_them(tmp_path: Path) -> None:
@@ -302,7 +300,7 @@ def test_what_is_no_sharding_is_refused(ranks_pool: RanksPool, tmp_path: Path) -
             "the sharding is for 3 ranks, but there are 2",
         ),
     ):
-        errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), asked=[asked])
+        errors = ranks_pool.errors(2, chosen, folder=str(tmp_path), asked=[asked])
         assert all(error is not None and words in error[1] for error in errors), errors
-    errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), asked=["auto"], comm_dtype="int8")
+    errors = ranks_pool.errors(2, chosen, folder=str(tmp_path), asked=["auto"], comm_dtype="int8")
     assert all(error is not None and "unknown comm_dtype 'int8'" in error[1] for error in errors), errors

@@ -14,8 +14,6 @@ from tests.dist.trainings import assert_same_rows, dense_of, stored
 from tests.train.test_fetch_ahead import CASE, STEPS, Training
 from tiercache.dist.communicator import AnyCommunicator
 
-TRAIN = f"{__name__}:train"
-
 
 def train(ranks: AnyCommunicator, folder: str, name: str, *, how: str, stop: int = STEPS) -> dict[str, Any]:
     """Train by a loop over passes, or in a flat one: to its end, by ``len`` batches, or up to a ``stop``."""
@@ -40,13 +38,13 @@ def train(ranks: AnyCommunicator, folder: str, name: str, *, how: str, stop: int
 def test_ranks_end_with_the_bits_of_a_loop_over_passes(tmp_path: Path, ranks_pool: RanksPool, size: int) -> None:
     """All at once, by batches up to the length, and resumed after a stop inside a pass."""
     CASE.cut(tmp_path / "passes")
-    expected = ranks_pool.run(size, TRAIN, folder=str(tmp_path), name="passes.tc", how="passes")[0]
+    expected = ranks_pool.run(size, train, folder=str(tmp_path), name="passes.tc", how="passes")[0]
     rows = stored(tmp_path, "passes.tc")
     runs = {"flat.tc": {"flat": 0}, "sized.tc": {"sized": 0}, "resumed.tc": {"left": 0, "stopped": 4, "sized": 28}}
     for name, trained_before in runs.items():
         for how, before in trained_before.items():
             stop = 10 if how == "left" else STEPS
-            found = ranks_pool.run(size, TRAIN, folder=str(tmp_path), name=name, how=how, stop=stop)
+            found = ranks_pool.run(size, train, folder=str(tmp_path), name=name, how=how, stop=stop)
             lengths = {tuple(one.pop("lengths")) for one in found}
             assert lengths == {(STEPS - before, 0 if how == "flat" else STEPS - before)}
         assert found[0].keys() == expected.keys()

@@ -57,7 +57,7 @@ def test_a_table_counts_the_steps_of_any_rank(ranks_pool: RanksPool, tmp_path: P
         tables = table("a", 4, adam), table("b", 4, other)
         Case(tables=tables, specs=SPECS, num_samples=192, pass_rows=96).cut(tmp_path / name)
         arguments = {"folder": str(tmp_path), "name": f"{name}.tc", "sharding": {"a": sharding, "b": sharding}}
-        steps = ranks_pool.run(2, f"{__name__}:alternate", **arguments)
+        steps = ranks_pool.run(2, alternate, **arguments)
         assert steps == [{"a": 12, "b": 4}] * 2
         rows.append(stored(tmp_path, f"{name}.tc"))
     for one, two in zip(*(found.values() for found in rows), strict=True):
@@ -95,7 +95,7 @@ def test_a_backward_that_a_rank_leaves_out_is_one_of_zeros(ranks_pool: RanksPool
     Case(tables=tables, specs=SPECS, num_samples=96, pass_rows=48).cut(tmp_path / "passes")
     found = {
         left_out: ranks_pool.run(
-            2, f"{__name__}:train", folder=str(tmp_path), name=f"{left_out}.tc", left_out=left_out
+            2, train, folder=str(tmp_path), name=f"{left_out}.tc", left_out=left_out
         )
         for left_out in (False, True)
     }  # fmt: skip
