@@ -70,7 +70,6 @@ class Entry:
 
     @property
     def schema(self) -> tc.Schema:
-        """The schema of the entry."""
         return Case(tables=self.tables, specs=self.specs).schema
 
     def cut(self, folder: Path, *, times: int = 1, seed: int | None = None) -> tc.PassDataset:
@@ -139,7 +138,6 @@ class Model(nn.Module):
         self.weights: list[torch.Tensor] = []
 
     def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Return the loss of the batch, and keep the looked-up vectors and the weights."""
         self.weights = [torch.from_numpy(np.array(batch.ids[name].weights)) for name in self.weighted]
         given = {}
         for i, (name, weight) in enumerate(zip(self.weighted, self.weights, strict=True)):
@@ -159,7 +157,6 @@ class Model(nn.Module):
         return each.mean()
 
     def loss(self, out: torch.Tensor, logits: torch.Tensor, batch: tc.Batch) -> torch.Tensor:
-        """Return the loss of each sample."""
         if self.exact:
             signs = (2 * batch.label - 1)[:, None] * batch.dense
             return (out * signs).sum(dim=1) + 0 * logits

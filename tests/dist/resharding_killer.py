@@ -118,7 +118,6 @@ def whole(path: Path) -> tuple[int, dict[str, Any], list[str]]:
 
 
 def ranks_of(store: Store) -> Sequence[Store]:
-    """Return the store of each rank."""
     return store.ranks or [store]
 
 
@@ -143,7 +142,6 @@ class InPhase:
 
     @contextlib.contextmanager
     def armed(self, folder: Path, rank: int, teller: Teller) -> Iterator[None]:
-        """Watch, and die at the point."""
         seen: list[None] = []
 
         def reached(*_: object) -> None:
@@ -157,7 +155,6 @@ class InPhase:
         yield
 
     def count(self, ended: Ended, counts: Counter[str]) -> None:
-        """Count the kill's phase."""
         counts[self.phase] += ended.killed > 0
 
 
@@ -219,7 +216,6 @@ class Resharding:
         shutil.rmtree(folder / "new")
 
     def begin(self, folder: Path) -> None:
-        """Copy the old ranks' store."""
         self._turns += 1
         shutil.copytree(self.template.parent, folder, dirs_exist_ok=True)
         shutil.rmtree(self._disks, ignore_errors=True)
@@ -307,7 +303,6 @@ def _open(path: Path, ranks: Processes, num_ranks: int, turn: int, folders: Sequ
 
 
 def _stands(path: Path) -> int:
-    """Return the newest commit of a store."""
     record = newest_record(path)
     assert record is not None
     return int(record.id)

@@ -35,7 +35,6 @@ def one_case(**options: Any) -> Case:
 
 
 def ways(size: int, turn: int) -> ShardingPlan:
-    """Return sharding plans of all kinds."""
     whole = TableSharding("table_wise", (Slice(size - 1, 0, 5),))
     columns = sliced(6, list(range(size))) if size > 1 else TableSharding("row_wise")
     kinds = [whole, columns, TableSharding("data_parallel")]
@@ -108,7 +107,6 @@ def publish(cache: tc.TierCache, shards: ShardWriter | None) -> None:
 
 
 def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:
-    """Run a body on threads, each a rank, and raise the first one's error."""
     found = meet(size, body) if size > 1 else [body(communicator_of())]
     for one in found:
         if isinstance(one, Exception):
@@ -117,7 +115,6 @@ def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:
 
 
 def made(path: Path, passes: tc.PassDataset, sharding: ShardingPlan, ranks: Any, **options: Any) -> ShardWriter:
-    """Open shards, or rewrite them."""
     share = ShardView(passes, sharding, ranks.rank)
     return reshard(path, share, ranks, **options)
 

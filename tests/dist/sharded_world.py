@@ -78,7 +78,6 @@ class ShardWorld(World):
 
 
 def whole_passes() -> list[dict[str, NDArray[np.int64]]]:
-    """Return the keys of each table in each pass."""
     return World(TABLES, num_passes=NUM_PASSES, universe=UNIVERSE, keys_per_pass=25).passes
 
 
@@ -130,7 +129,6 @@ def take(shards: ShardWriter, world: ShardWorld, note: Callable[..., None] = lam
 
 
 def roll_back(path: Path, to: int) -> Commit:
-    """Roll all shards of a store back to a commit."""
     with Store.open(path) as store:
         return store.rollback(to)
 
@@ -208,22 +206,18 @@ class OneStore(StoreReads):
 
     @property
     def parts(self) -> Sequence[Store]:
-        """The store of each rank."""
         return self._shards
 
     @property
     def snapshot(self) -> Any:
-        """The newest commit of rank 0."""
         return self.parts[0].snapshot
 
     @property
     def commit(self) -> Any:
-        """The newest commit of rank 0."""
         return self.parts[0].commit
 
 
 def one_store(tables: Sequence[Table], sharding: ShardingPlan, shards: Sequence[Store]) -> Any:
-    """Return the rows of ranks in memory, at their newest commits."""
     return OneStore(tables, sharding, shards)
 
 
@@ -253,7 +247,6 @@ def train_shards(path: Path, num_ranks: int, commits: int, **options: Any) -> li
 
 
 def check_shards(path: Path, cursor: Cursor) -> None:
-    """Assert that the store is at a cursor, with its rows."""
     with Store.open(path, mode="r") as store:
         assert store.commit.cursor == cursor
         assert list(problems(store)) == []

@@ -83,7 +83,6 @@ def walk(path: Path, ranks: AnyCommunicator, teller: Teller, engine: str) -> Non
 
 
 def turn_of(record: CommitRecord) -> int:
-    """Return the turn of a commit's sharding."""
     return int(record.sharding == sharding_on(len(record.ranks), 1))
 
 
@@ -123,7 +122,6 @@ class Early:
 
     @contextmanager
     def armed(self, folder: Path, rank: int, teller: Teller) -> Iterator[None]:
-        """Watch, and die at the point."""
         first: list[int] = []
 
         def reached(seen: int, _: Point) -> None:
@@ -201,7 +199,6 @@ def look(path: Path, begun: Any, done: Any, teller: Teller, *, last: bool) -> No
 
 
 def stands(record: CommitRecord | None) -> tuple[int, ...]:
-    """Return the cursor of a commit."""
     return NONE if record is None else tuple(record.cursor)
 
 
@@ -246,7 +243,6 @@ def _is_ahead(path: Path, record: CommitRecord) -> bool:
 
 
 def engine_of(path: Path) -> str:
-    """Return the engine of a store."""
     return str(StoreDirectory(path).marker()["engine"])
 
 
@@ -262,7 +258,6 @@ def by_turns(points: list[list[Any]], generator: random.Random) -> Iterator[int]
 
 
 def kill_all(killer: Killer, kills: int, engine: str, phases: Counter[str]) -> None:
-    """Kill ``kills`` times."""
     counts, generator = killer.outcome.counts, killer.random
     for num_ranks in (2, 3):
         killer.workload = Shards(num_ranks, engine)

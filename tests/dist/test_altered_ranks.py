@@ -35,7 +35,6 @@ KEYS = np.arange(0, UNIVERSE, 3)
 
 
 def rows_of(store: Store) -> dict[str, dict[int, bytes]]:
-    """Return the bytes of every row, by table and key."""
     found: dict[str, dict[int, bytes]] = {}
     for table in store.tables:
         rows = found[table.name] = {}
@@ -45,20 +44,17 @@ def rows_of(store: Store) -> dict[str, dict[int, bytes]]:
 
 
 def as_the_format_says(path: Path) -> dict[str, dict[int, bytes]]:
-    """Return the same, by the reader that only follows the format's description."""
     found = read_store(path).tables
     return {name: {key: b"".join(row.fields) for key, row in rows.items()} for name, rows in found.items()}
 
 
 def without(rows: dict[str, dict[int, bytes]], name: str, keys: np.ndarray) -> dict[str, dict[int, bytes]]:
-    """Return rows without some keys of a table."""
     gone = set(keys.tolist())
     return {**rows, name: {key: row for key, row in rows[name].items() if key not in gone}}
 
 
 @pytest.fixture(params=["lmdb", "zarr"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Return a store of three ranks with tables of every sharding."""
     assert train_shards(tmp_path / "s", 3, 4, engine=request.param, retention=2) == [None] * 3
     yield tmp_path / "s"
     assert verify(tmp_path / "s")["problems"] == []
@@ -94,7 +90,6 @@ def test_rows_of_every_sharding_are_forgotten_on_all_ranks(path: Path, name: str
 
 @pytest.mark.sampled(1)
 def test_rows_that_are_forgotten_now_are_in_no_commit(path: Path) -> None:
-    """But a pinned one, which the report names."""
     with Store.open(path) as store:
         before = rows_of(store)
         done = forget(store, "word", KEYS, now=True)
@@ -110,7 +105,6 @@ def test_rows_that_are_forgotten_now_are_in_no_commit(path: Path) -> None:
 
 @pytest.mark.sampled(1)
 def test_rows_that_no_later_commit_wrote_are_forgotten(path: Path) -> None:
-    """On all ranks, including rows with slices on several."""
     with Store.open(path) as store:
         since = store.commits[0].id
         for name in ("item", "word"):
@@ -122,7 +116,6 @@ def test_rows_that_no_later_commit_wrote_are_forgotten(path: Path) -> None:
 
 
 def test_a_rollback_brings_forgotten_rows_and_settings_back(path: Path) -> None:
-    """On all ranks."""
     with Store.open(path) as store:
         before, commit = rows_of(store), store.commit.id
         forget(store, "item", KEYS)
@@ -138,7 +131,6 @@ def test_a_rollback_brings_forgotten_rows_and_settings_back(path: Path) -> None:
 
 
 def by_id(table: Table) -> int:
-    """Return the sort key of tables."""
     return table.table_id & ((1 << 64) - 1)
 
 
@@ -227,7 +219,6 @@ def test_tables_of_several_ranks_change_as_those_of_one(path: Path, tmp_path: Pa
 
 @pytest.mark.sampled(1)
 def test_a_rollback_brings_the_tables_and_the_sharding_of_all_ranks_back(path: Path) -> None:
-    """From before an alteration, and to it again."""
     with Store.open(path) as store:
         known = {"first": (store.commit, rows_of(store))}
         store.pin("first")

@@ -41,7 +41,6 @@ def take_from(other: Path, path: Path, rank: int = 1, as_rank: int = 1) -> None:
 
 
 def other_rows(patch: pytest.MonkeyPatch) -> None:
-    """Have trainings leave other rows under the same keys."""
     plain = sharded_world.whole_row
 
     def row(table: Table, key: int, pass_index: int, half: int) -> Any:
@@ -51,7 +50,6 @@ def other_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def another_rank(path: Path, _patch: pytest.MonkeyPatch, _engine: str) -> None:
-    """Swap the contents of two ranks."""
     shutil.copytree(path, path.parent / "twin")
     take_from(path.parent / "twin", path, 2, 1)
     take_from(path.parent / "twin", path, 1, 2)
@@ -89,7 +87,6 @@ def one_row(path: Path, patch: pytest.MonkeyPatch, engine: str) -> None:
 
 
 def another_state(path: Path, patch: pytest.MonkeyPatch, engine: str) -> None:
-    """Take the rank of a run with other dense state."""
     plain = Store.publish
 
     def publish(store: Store, cursor: Cursor, **options: Any) -> Any:
@@ -121,7 +118,6 @@ def assert_refused(path: Path, kind: type[StoreError], words: str) -> None:
 
 
 def read_id(path: Path) -> int:
-    """Return the newest commit without checking its ranks."""
     record = newest_record(path)
     assert record is not None
     return int(record.id)
@@ -160,7 +156,6 @@ def test_tables_are_bound_where_there_are_no_rows_yet(tmp_path: Path, monkeypatc
 
 
 def damage(path: Path, name: str, engine: str) -> None:
-    """Replace a blob of rank 1 by other bytes."""
     with Store.open(path, mode="r") as store:
         tables, size = tuple(store.ranks[1].tables), store.ranks[1].reader.stored()[name].size
     opened = open_folder(path / "rank-1", tables, engine, "a", None, create=False)

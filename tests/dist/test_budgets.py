@@ -41,19 +41,16 @@ TOO_SMALL = {"device_budget": 4096, "host_budget": 1, "store_budget": "1MiB", "c
 
 
 def opened(ranks: AnyCommunicator, folder: str, **options: Any) -> list[int]:
-    """Open the store and leave; return its position."""
     with open_sharded(ONE, folder, **options) as cache:
         return list(cache.store.commit.cursor)
 
 
 def needed(ranks: AnyCommunicator, folder: str, **options: Any) -> int:
-    """Open the store and leave; return the bytes that it needs."""
     with open_sharded(ONE, folder, **options) as cache:
         return cache.store_plan(cache.store.commit.state_bytes).needed
 
 
 def trained_large(ranks: AnyCommunicator, folder: str, **options: Any) -> dict[str, Any]:
-    """Train the large case and return the dense weights."""
     with open_sharded(LARGE, folder, **options) as cache:
         model, optimizer = model_of(cache, LARGE)
         for _ in trained_by_step(cache, LARGE, (model, optimizer)):
@@ -62,7 +59,6 @@ def trained_large(ranks: AnyCommunicator, folder: str, **options: Any) -> dict[s
 
 
 def sharded(kind: str) -> dict[str, str]:
-    """Place all tables of the case alike."""
     return dict.fromkeys([one.name for one in ONE.tables], kind)
 
 
@@ -84,7 +80,6 @@ def held(path: Path) -> list[Any]:
 
 
 def trained(ranks_pool: RanksPool, folder: Path) -> None:
-    """Train the case on two ranks, with two commits kept."""
     CASES["one"].cut(folder / "passes")
     ranks_pool.run(2, train, case="one", folder=str(folder), sharding=sharded("row_wise"), retention=2)
 
@@ -131,13 +126,13 @@ def test_parts_that_were_written_anew_are_given_up_where_the_budget_is_too_small
     options["reorganize"] = True
     shutil.copytree(tmp_path, tmp_path / "copy")
     copied = options | {"folder": str(tmp_path / "copy")}
-    needed = max(ranks_pool.run(size, needed, **copied))
-    errors = ranks_pool.errors(size, opened, **options | {"store_budget": needed - 1})
-    assert_refused(errors, f"raise store_budget to {needed} bytes")
+    least = max(ranks_pool.run(size, needed, **copied))
+    errors = ranks_pool.errors(size, opened, **options | {"store_budget": least - 1})
+    assert_refused(errors, f"raise store_budget to {least} bytes")
     assert file_bytes_of(tmp_path / "model.tc") <= file_bytes
     assert held(tmp_path / "model.tc") == before
     assert_same_rows(stored(tmp_path), rows)
-    assert ranks_pool.run(size, opened, **options | {"store_budget": needed}) == [[0, 0]] * size
+    assert ranks_pool.run(size, opened, **options | {"store_budget": least}) == [[0, 0]] * size
 
 
 def test_commits_are_not_dropped_for_a_training_that_is_refused(ranks_pool: RanksPool, tmp_path: Path) -> None:
@@ -164,7 +159,6 @@ def test_commits_are_not_dropped_for_a_training_that_is_refused(ranks_pool: Rank
 def test_rows_are_not_put_in_the_order_of_other_passes_for_a_budget_that_is_too_small(
     ranks_pool: RanksPool, tmp_path: Path, order_seed: int | None
 ) -> None:
-    """The commits of the passes before stay the newest ones."""
     trained(ranks_pool, tmp_path)
     before = files_of(tmp_path / "model.tc")
     (tmp_path / "passes").rename(tmp_path / "old")

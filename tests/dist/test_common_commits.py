@@ -31,7 +31,6 @@ from tiercache.store.snapshot import Needed
 
 
 def kept(path: Path) -> list[int]:
-    """Return the ids of the commits that a store of several ranks keeps, each read whole."""
     with tc.Store.open(path, mode="r") as store:
         commits = store.commits
         assert (store.commit.id, store.commit.cursor) == (commits[-1].id, commits[-1].cursor)
@@ -63,7 +62,6 @@ def lists_of(store: Store, rank: int) -> list[int]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("num_ranks", "engine"), [(1, "lmdb"), (3, "lmdb"), (2, "zarr")])
 def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int, engine: str) -> None:
-    """Exactly as many as requested, on every rank, also by later openings."""
     path = tmp_path / "s"
     assert train_shards(path, num_ranks, 5, engine=engine, retention=3) == [None] * num_ranks
     with tc.Store.open(path, mode="r") as store:
@@ -120,7 +118,6 @@ def test_each_rank_is_read_at_each_commit(tmp_path: Path, engine: str, mode: str
 @pytest.mark.parametrize("mode", ["r", "a"])
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_view_of_one_rank_keeps_what_it_reads(tmp_path: Path, engine: str, mode: str) -> None:
-    """Also after commits gave it up."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 5, engine=engine, retention=3) == [None] * 2
     with tc.Store.open(path, mode=mode) as store:
@@ -136,8 +133,6 @@ def test_a_view_of_one_rank_keeps_what_it_reads(tmp_path: Path, engine: str, mod
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_ranks_free_what_no_kept_commit_needs_as_they_train(tmp_path: Path, engine: str) -> None:
-    """After each commit, every rank of it."""
-
     def body(ranks: Any) -> None:
         shards, world = opened(tmp_path / "s", ranks, engine=engine, retention=2)
         with shards:
@@ -251,7 +246,6 @@ def test_a_store_with_a_pinned_commit_is_not_divided_anew(tmp_path: Path, num_ra
 
 
 def test_commands_read_pin_and_roll_back_a_store_of_several_ranks(tmp_path: Path) -> None:
-    """They work like on a store of one process, and at its commits."""
     path = tmp_path / "s"
     assert train_shards(path, 3, 6, retention=3) == [None] * 3
     assert [one["id"] for one in told("info", path)["commits"]] == [3, 4, 5]
@@ -320,7 +314,6 @@ def test_verification_beside_a_training_says_what_it_checked(tmp_path: Path) -> 
 
 
 def test_a_training_goes_on_from_a_rollback_to_the_same_bits(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Rows, states and dense weights of two ranks are those that it ended with before it was rolled back."""
     CASES["bags"].cut(tmp_path / "passes")
     path, training = tmp_path / "model.tc", {"case": "bags", "folder": str(tmp_path)}
     whole = ranks_pool.run(2, train, **training, retention=3)
@@ -345,7 +338,6 @@ def test_a_training_goes_on_from_a_rollback_to_the_same_bits(ranks_pool: RanksPo
 
 
 def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """Return the tables whose keys or fields have other bits."""
     return [
         name
         for name, (keys, fields) in ours.items()
@@ -385,7 +377,6 @@ def test_what_changed_since_a_commit_is_what_was_trained_since(tmp_path: Path, n
 
 
 def test_changes_of_slices_read_the_keys_of_each_rank_a_few_times(tmp_path: Path) -> None:
-    """However many chunks there are."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 7) == [None] * 2
     with tc.Store.open(path, mode="r") as store:
@@ -398,7 +389,6 @@ def test_changes_of_slices_read_the_keys_of_each_rank_a_few_times(tmp_path: Path
 
 
 def check_changes(store: tc.Store, since: int, cursor: Cursor | None) -> None:
-    """Check which rows changed, and how many."""
     before = {name: {} for name in WHOLE} if cursor is None else expected(cursor)
     for name, rows in expected(store.commit.cursor).items():
         wanted = {key for key, trained in rows.items() if before[name].get(key) != trained}

@@ -38,7 +38,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dic
 
 
 def train_alone(entry: Entry, passes: tc.PassDataset) -> tuple[dict[str, Any], tc.InMemoryCache]:
-    """Train an entry in memory."""
     orders = {name: entry.options.get(name) for name in ("order", "order_seed")}
     resident = tc.InMemoryCache(passes, **orders)
     return run(resident, entry), resident
@@ -313,7 +312,6 @@ def records(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def compare(pool: RanksPool, record: dict[str, Any], size: int) -> None:
-    """Train a record on ranks and alone."""
     with tempfile.TemporaryDirectory() as folder:
         entry = known(record)
         passes = entry.cut(Path(folder) / "passes")
@@ -334,5 +332,4 @@ def test_random_trainings_are_those_of_one_process(ranks_pool: RanksPool, record
 def test_many_random_trainings_are_those_of_one_process(
     ranks_pool: RanksPool, record: dict[str, Any], size: int
 ) -> None:
-    """The same at greater length."""
     compare(ranks_pool, record, size)

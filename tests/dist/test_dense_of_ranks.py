@@ -51,8 +51,6 @@ def test_dense_state_is_kept_once(ranks_pool: RanksPool, tmp_path: Path) -> None
 
 
 def test_tensors_of_any_layout_are_kept_once() -> None:
-    """Sparse ones and views, too, if they are the same on all ranks."""
-
     def body(ranks: Any) -> list[str]:
         dense = DenseState(CpuBackend())
         for name, value in {
@@ -122,7 +120,6 @@ def train_apart(ranks: AnyCommunicator, case: str, folder: str, *, stop: int | N
 
 
 def test_ranks_that_train_apart_resume_with_their_own_weights(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Their models began with the same weights."""
     here = train_apart
     CASES["bags"].cut(tmp_path / "whole" / "passes")
     CASES["bags"].cut(tmp_path / "left" / "passes")
@@ -137,7 +134,6 @@ def test_ranks_that_train_apart_resume_with_their_own_weights(ranks_pool: RanksP
 
 
 def train_normalized(ranks: AnyCommunicator, folder: str, *, broadcasts: bool, stop: bool) -> dict[str, Any]:
-    """Train a model with a batch norm, or stop after a commit inside the pass; return its weights and buffers."""
     one = CASES["one"]
     with open_sharded(one, folder) as cache:
         torch.manual_seed(1)
@@ -176,7 +172,6 @@ class Counter:
     """A user's object that may differ between ranks."""
 
     def state_dict(self) -> dict[str, int]:
-        """Return a number."""
         return {"number": 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

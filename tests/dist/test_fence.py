@@ -25,23 +25,19 @@ def a_backup(path: Path) -> None:
 
 
 def another_store(path: Path) -> None:
-    """Put another store in its place."""
     path.rename(path.with_name("away"))
     path.with_name("other").rename(path)
 
 
 def gone(path: Path) -> None:
-    """Delete it."""
     path.rename(path.with_name("away"))
 
 
 def no_marker(path: Path) -> None:
-    """Delete the marker of the store."""
     (path / "store.json").unlink()
 
 
 def a_new_marker(path: Path) -> None:
-    """Have another process make one."""
     marker = path / "store.json"
     text = marker.read_text()
     marker.unlink()
@@ -49,8 +45,6 @@ def a_new_marker(path: Path) -> None:
 
 
 def of_a_rank(change: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Return the change of the folder of rank 1 alone."""
-
     def of_rank(path: Path) -> None:
         change(path / "rank-1")
 
@@ -59,7 +53,6 @@ def of_a_rank(change: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 def another_stores_rank(path: Path) -> None:
-    """Replace the folder of rank 1 by another store's."""
     (path / "rank-1").rename(path / "away")
     (path.with_name("other") / "rank-1").rename(path / "rank-1")
 
@@ -115,13 +108,11 @@ def test_ranks_whose_store_was_moved_write_nothing_there(
 
 
 def marker_of(path: Path) -> dict[str, Any]:
-    """Return the contents of a store's marker."""
     found: dict[str, Any] = json.loads((path / "store.json").read_text())
     return found
 
 
 def rank_of(path: Path) -> dict[str, Any]:
-    """Return the contents of rank 1's marker."""
     return marker_of(path / "rank-1")
 
 

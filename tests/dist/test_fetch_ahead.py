@@ -24,7 +24,6 @@ class GivenUpError(Exception):
 
 
 def opened(folder: str, name: str, kind: str = "row_wise", **options: Any) -> tc.TierCache:
-    """Open the store of a test."""
     sharding, passes = dict.fromkeys(["a", "b"], kind), tc.PassDataset.open(Path(folder) / "passes")
     budgets: dict[str, Any] = {"device_budget": "96KiB", "host_budget": "16MiB", "progress": False}
     return tc.TierCache(Path(folder) / name, passes, sharding=sharding, **gathered(budgets | options))
@@ -52,7 +51,6 @@ def fetch(
 
 
 def go_through(ranks: AnyCommunicator, folder: str, name: str, *, what: str) -> None:
-    """Run one rank's test scenario on a cache."""
     with opened(folder, name) as trained:
         {"evaluate": evaluate_of_the_next_pass, "leave": leave_gradients}[what](trained)
 
@@ -83,7 +81,6 @@ def take_apart(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The passes of the case."""
     folder = tmp_path_factory.mktemp("fetched")
     CASE.cut(folder / "passes")
     return folder
@@ -94,8 +91,6 @@ Plain = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def plain(folder: Path, ranks_pool: RanksPool) -> Plain:
-    """The result of a loop without fetching ahead on rank 0, in a store of that name."""
-
     @cache
     def trained(name: str = "plain.tc", **options: Any) -> dict[str, Any]:
         found: dict[str, Any] = ranks_pool.run(2, fetch, folder=str(folder), name=name, depth=0, **options)[0]
@@ -105,7 +100,6 @@ def plain(folder: Path, ranks_pool: RanksPool) -> Plain:
 
 
 def assert_same(folder: Path, name: str, found: dict[str, Any], plain: dict[str, Any], theirs: str) -> None:
-    """Compare rows, state and dense weights with the plain loop's."""
     for key, value in plain.items():
         if key.startswith("dense."):
             np.testing.assert_array_equal(found[key], value, err_msg=key)

@@ -38,7 +38,6 @@ from tiercache.store.verification import Verification
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A store of three ranks after some commits."""
     assert train_shards(tmp_path / "s", 3, 4) == [None] * 3
     return tmp_path / "s"
 
@@ -73,7 +72,6 @@ def test_info_counts_every_row_once(path: Path) -> None:
 
 
 def test_info_of_a_store_on_other_disks(tmp_path: Path) -> None:
-    """It names the folder of each rank, and counts the bytes of each once."""
     path = tmp_path / "s"
     disks = [path, tmp_path / "a", tmp_path / "b"]
     assert train_shards(path, 3, 4, shard_dirs=disks) == [None] * 3
@@ -85,7 +83,6 @@ def test_info_of_a_store_on_other_disks(tmp_path: Path) -> None:
 
 
 def test_info_of_a_store_without_a_commit(tmp_path: Path) -> None:
-    """The record says so."""
     assert train_shards(tmp_path / "s", 2, 0) == [None, None]
     assert (info(tmp_path / "s")["commit"], info(tmp_path / "s")["commits"]) == (None, [])
     assert "commit   none yet\n  rows     0, " in run("info", tmp_path / "s")
@@ -93,7 +90,6 @@ def test_info_of_a_store_without_a_commit(tmp_path: Path) -> None:
 
 
 def test_verify_reads_all_ranks(path: Path) -> None:
-    """The report counts the bytes of each rank."""
     assert "rows in 3 ranks at " in run("verify", path)
     found = told("verify", path)
     assert found["problems"] == []
@@ -108,7 +104,6 @@ def test_verify_reads_all_ranks(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["data.mdb", "rank-2/data.mdb"])
 def test_verify_says_which_rank_is_damaged(path: Path, name: str) -> None:
-    """Wherever its file is."""
     with (path / name).open("r+b") as file:
         file.seek(2 * 4096)
         file.write(bytes(np.random.default_rng(0).bytes(20_000)))
@@ -204,7 +199,6 @@ def go_on(path: Path, meanwhile: str) -> None:
 
 
 def test_lookup_shows_whole_rows(path: Path) -> None:
-    """Rows are joined over all ranks; a commit that is not kept cannot be selected."""
     key = next(iter(expected(Cursor(2))["word"]))
     (row,) = json.loads(run("lookup", path, "word", "--json", "--", key))
     assert (row["key"], len(row["vector"]), len(row["sum"])) == (key, 5, 1)

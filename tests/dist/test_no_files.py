@@ -19,7 +19,6 @@ OF_WRITERS = ["other-ranks.json", "rank-1/store.json.new", "other-ranks.json.new
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of two ranks."""
     path = tmp_path_factory.mktemp("sharded") / "s"
     assert train_shards(path, 2, 2) == [None] * 2
     return path

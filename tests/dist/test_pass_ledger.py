@@ -42,20 +42,16 @@ class Training:
         self.optimizer = cache.optimizer
 
     def backward(self, batch: tc.Batch) -> None:
-        """Compute gradients."""
         loss = nn.functional.binary_cross_entropy_with_logits(self.model(batch), batch.label)
         (loss * batch.weight).backward()
 
     def step(self, batch: tc.Batch) -> None:
-        """Train a batch."""
         self.backward(batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
 def every_batch(call: Callable[[Training, tc.Batch], object]) -> Callable[[Training], None]:
-    """Return a loop that does something with each batch."""
-
     def run(t: Training) -> None:
         for p in t.cache.passes(epochs=1):
             for batch in p.batches(16):
@@ -65,14 +61,12 @@ def every_batch(call: Callable[[Training, tc.Batch], object]) -> Callable[[Train
 
 
 def max_steps(t: Training) -> None:
-    """Leave the inner loop of the second pass."""
     for p in t.cache.passes(epochs=1):
         for batch in islice(p.batches(16), 3 - p.index):
             t.step(batch)
 
 
 def skip(t: Training) -> None:
-    """Leave it with ``p.skip()``."""
     for p in t.cache.passes(epochs=1):
         for batch in islice(p.batches(16), 3 - p.index):
             t.step(batch)
@@ -80,7 +74,6 @@ def skip(t: Training) -> None:
 
 
 def stop(t: Training, *, ranks: tuple[int, ...] = (0, 1)) -> None:
-    """Stop in the second pass, on some ranks."""
     for p in t.cache.passes(epochs=1):
         for batch in p.batches(16):
             t.step(batch)
@@ -89,7 +82,6 @@ def stop(t: Training, *, ranks: tuple[int, ...] = (0, 1)) -> None:
 
 
 def two_rounds(t: Training) -> None:
-    """Train each pass twice."""
     for p in t.cache.passes(epochs=1):
         for _ in range(2):
             for batch in p.batches(16):
@@ -104,7 +96,6 @@ def other_optimizer(t: Training) -> None:
 
 
 def a_rank_without_samples(t: Training) -> None:
-    """Give rank 1 no samples at all."""
     for p in t.cache.passes(epochs=1):
         keys = {name: np.array(p.source.whole.keys(name)[:4]) for name in "ab"}
         ones = np.arange(4)
@@ -119,7 +110,6 @@ def a_rank_without_samples(t: Training) -> None:
 
 
 def empty_loaders(t: Training) -> None:
-    """Give no rank a batch."""
     for p in t.cache.passes(epochs=1):
         for batch in p.wrap([], dict):
             t.step(batch)
@@ -141,7 +131,6 @@ LOOPS: dict[str, tuple[Callable[[Training], object], str, int]] = {
 
 
 def run(ranks: AnyCommunicator, folder: str, *, what: str) -> str:
-    """Run a loop; return the message."""
     said, path = "", Path(folder) / f"{what}.tc"
     try:
         with tc.TierCache(path, tc.PassDataset.open(Path(folder) / "passes"), **OPTIONS) as cache:
@@ -154,7 +143,6 @@ def run(ranks: AnyCommunicator, folder: str, *, what: str) -> str:
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("what", LOOPS)
 def test_ranks_commit_a_pass_together_or_not_at_all(ranks_pool: RanksPool, tmp_path: Path, what: str) -> None:
-    """All ranks say why not."""
     CASE.cut(tmp_path / "passes")
     _, words, commits = LOOPS[what]
     for said in ranks_pool.run(2, run, folder=str(tmp_path), what=what):

@@ -25,18 +25,15 @@ class Pairs(nn.Module):
         self.user, self.item = nn.Embedding(USERS, 4), nn.Embedding(ITEMS, 4, padding_idx=0)
 
     def forward(self, user: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """Return a number for each sample."""
         return (self.user(user) * self.item(items).sum(1)).sum(1)
 
 
 def converted() -> nn.Module:
-    """Return the converted model, the same on each rank."""
     torch.manual_seed(3)
     return tc.convert(Pairs(), optimizer=tc.optim.SGD(learning_rate=0.2))
 
 
 def run(data: str, store: str, stop: int | None = None, batch_size: int = 20, **options: Any) -> int:
-    """Train two epochs, or until a commit after ``stop`` batches; return this rank's number of samples."""
     model, done, samples = converted(), 0, 0
     with tc.TierCache(store, data, model=model, **OPTIONS | options) as cache:
         for p in cache.passes(epochs=2):
@@ -64,7 +61,6 @@ def noise(_: AnyCommunicator, folder: str, store: str) -> list[float]:
 
 
 def train(_: AnyCommunicator, folder: str, store: str = "ranks.tc", **options: Any) -> int:
-    """Train on this rank."""
     return run(f"{folder}/keys", f"{folder}/{store}", **options)
 
 
@@ -99,6 +95,5 @@ def test_each_rank_draws_its_own_random_numbers(ranks_pool: RanksPool, place: Pa
 
 
 def test_a_batch_without_a_sample_for_each_rank_is_refused(ranks_pool: RanksPool, place: Path) -> None:
-    """Before the first batch, on all ranks."""
     with pytest.raises(RunFailedError, match="a batch of 1 samples, which leaves some of 3 ranks without"):
         ranks_pool.run(3, train, folder=str(place), store="other.tc", batch_size=1)

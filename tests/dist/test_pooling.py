@@ -58,7 +58,6 @@ class Model(nn.Module):
         self.step = 0
 
     def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Return one logit a sample."""
         left, right = self.left(batch) + 0.5 * self.left(batch), self.right(batch)
         if self.step % 2:
             right = right.detach()
@@ -66,7 +65,6 @@ class Model(nn.Module):
 
 
 def opened(folder: str, name: str, kind: str = "table_wise", **options: Any) -> tc.TierCache:
-    """Open the store of a test, with all tables divided alike."""
     sharding = dict.fromkeys([one.name for one in CASE.tables], kind)
     passes = tc.PassDataset.open(Path(folder) / "passes")
     return tc.TierCache(Path(folder) / name, passes, sharding=sharding, **gathered(OPTIONS | options))
@@ -123,7 +121,6 @@ def train(
 
 
 def weigh(ranks: AnyCommunicator, folder: str, *, announced: bool) -> list[Any]:
-    """Give weights to a feature that its owner pools, with or without announcing them."""
     with opened(folder, "weighed.tc") as cache:
         bag = tc.EmbeddingBagCollection(cache.schema, ["title", "more"], weighted=["title"] if announced else ())
         cache.register(bag=bag)
@@ -203,7 +200,6 @@ def _with_a_wrong_id(read: Any, places: Any, **options: Any) -> Any:
 
 
 def differ(ranks: AnyCommunicator, folder: str) -> None:
-    """Have ranks that read by owner pool a feature differently."""
     with opened(folder, "differ.tc") as cache:
         bag = tc.EmbeddingBagCollection(cache.schema, ["more"], mode="sum" if ranks.rank else "mean")
         cache.register(bag=bag)
@@ -212,14 +208,12 @@ def differ(ranks: AnyCommunicator, folder: str) -> None:
 
 
 def train_on(pool: RanksPool, size: int, folder: Path, name: str, kind: str, **options: Any) -> list[dict[str, Any]]:
-    """Train on ranks."""
     if not (folder / "passes").exists():
         CASE.cut(folder / "passes")
     return pool.run(size, train, folder=str(folder), name=name, kind=kind, **options)
 
 
 def vectors_of(told: list[dict[str, Any]]) -> np.ndarray[Any, Any]:
-    """Return the vectors of an evaluation, in the order of samples."""
     most = max(len(one["vectors"]) for one in told)
     return np.concatenate([one["vectors"][i] for i in range(most) for one in told if i < len(one["vectors"])])
 
@@ -303,7 +297,6 @@ def test_pooled_vectors_are_fewer_bytes_than_rows(ranks_pool: RanksPool, tmp_pat
 def test_a_wrong_id_of_a_pooled_feature_is_said_on_all_ranks(
     ranks_pool: RanksPool, tmp_path: Path, read_by: str
 ) -> None:
-    """With its place in the batch, before anything is pooled."""
     CASE.cut(tmp_path / "passes")
 
     errors = ranks_pool.errors(2, have_a_wrong_id, folder=str(tmp_path), read_by=read_by)
@@ -314,7 +307,6 @@ def test_a_wrong_id_of_a_pooled_feature_is_said_on_all_ranks(
 
 
 def test_ranks_that_read_by_owner_and_differ_are_told_so(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """One of them pools the sum and the other the mean."""
     CASE.cut(tmp_path / "passes")
 
     errors = ranks_pool.errors(2, differ, folder=str(tmp_path))

@@ -105,7 +105,6 @@ def test_a_division_that_was_begun_changes_nothing(tmp_path: Path, until: str, e
 
 @ENGINES
 def test_a_division_that_was_abandoned_leaves_the_files_that_were_there(tmp_path: Path, engine: str) -> None:
-    """All of them, and no other."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4, engine=engine) == [None] * 2
     before, names, blobs = digest(path), {*files_of(path)}, stored(path)
@@ -155,7 +154,6 @@ def test_ranks_may_be_on_other_disks_and_move(tmp_path: Path) -> None:
 
 
 def test_older_commits_are_read_and_rolled_back_to_where_a_rank_is_now(tmp_path: Path) -> None:
-    """They name the folder that it had then."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 3, retention=5, shard_dirs=[path, tmp_path / "old"]) == [None] * 2
     (tmp_path / "new").mkdir()

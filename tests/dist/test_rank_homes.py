@@ -27,18 +27,15 @@ def made(path: Path, disk: Path, **options: Any) -> Path:
 
 
 def home_of(folder: Path) -> dict[str, str]:
-    """Return the paths of the store and of the folder in the home file."""
     found: dict[str, str] = json.loads((folder / "home.json").read_bytes())
     return found
 
 
 def unlocked(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of all files of a folder."""
     return dict(files_of(folder))
 
 
 def divided(path: Path, num_ranks: int) -> list[Any]:
-    """Divide a store among other ranks; returns their errors."""
     return meet(num_ranks, lambda ranks: divide_anew(path, ranks, sharding_on(num_ranks)))
 
 
@@ -126,7 +123,6 @@ def test_a_store_that_was_moved_goes_on(tmp_path: Path) -> None:
 
 
 def test_other_names_of_the_same_store_are_its_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link to it, and a relative path."""
     path = tmp_path / "s"
     made(path, tmp_path / "disk")
     (tmp_path / "link").symlink_to(path)
@@ -154,7 +150,6 @@ def test_a_link_to_another_disk_is_outside_too(tmp_path: Path) -> None:
 
 
 def test_an_older_store_gets_its_homes_when_it_is_written(tmp_path: Path) -> None:
-    """And not when it is read."""
     path = tmp_path / "s"
     folder = made(path, tmp_path / "disk")
     (folder / "home.json").unlink()
@@ -182,7 +177,6 @@ def test_a_home_is_written_under_the_lock_of_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"store": 1, "folder": "x"}', b"\xff"])
 def test_a_home_that_cannot_be_read_is_named(tmp_path: Path, data: bytes) -> None:
-    """No store writes then."""
     path = tmp_path / "s"
     folder = made(path, tmp_path / "disk")
     (folder / "home.json").write_bytes(data)
@@ -194,7 +188,6 @@ def test_a_home_that_cannot_be_read_is_named(tmp_path: Path, data: bytes) -> Non
 
 
 def test_a_store_whose_marker_cannot_be_read_is_still_there(tmp_path: Path) -> None:
-    """It may be the original."""
     path, copy = tmp_path / "s", tmp_path / "copy"
     made(path, tmp_path / "disk")
     shutil.copytree(path, copy)

@@ -27,13 +27,11 @@ FIELDS = ("ranks", "folders", "sharding")
 
 
 def whole_engine(path: Path, rank: int, engine: str) -> Any:
-    """Open the engine of a rank for writing."""
     return open_folder(path / f"rank-{rank}" if rank else path, TABLES, engine, "a", None, create=False).engine
 
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """Return the record of a commit of three ranks, one of them on another disk."""
     folder = tmp_path_factory.mktemp("ranks")
     path = folder / "s"
     assert train_shards(path, 3, 4, retention=2, shard_dirs=[path, path, folder / "disk ü"]) == [None] * 3
@@ -45,15 +43,12 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def changed(record: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
-    """Return the record with other values, with a right checksum."""
     header, arrays = opened_record(record)
     change(header["values"])
     return sealed_record(json.dumps(header).encode(), arrays)
 
 
 def put(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
-    """Return a change of the value at ``path`` in a record."""
-
     def change(values: dict[str, Any]) -> None:
         *way, key = path
         part: Any = values
@@ -65,8 +60,6 @@ def put(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def without(*names: str) -> Callable[[dict[str, Any]], None]:
-    """Return a change that leaves fields out."""
-
     def change(values: dict[str, Any]) -> None:
         for name in names:
             del values[name]
@@ -206,7 +199,6 @@ def _swap(values: dict[str, Any]) -> None:
 def test_a_commit_whose_ranks_are_others_is_not_trained(
     tmp_path: Path, engine: str, change: Callable[..., None], words: str
 ) -> None:
-    """Nor read, nor divided: the store is unchanged."""
     path = tmp_path / "s"
     assert train_shards(path, 3, 4, engine=engine) == [None] * 3
     planted(path, engine, change)
@@ -236,7 +228,6 @@ def test_a_sharding_that_the_lists_of_ranks_do_not_fit_is_refused(tmp_path: Path
 
 
 def assert_refused(sentence: str, words: str) -> None:
-    """Assert that a message is one line with the expected words."""
     assert re.search(words, sentence), sentence
     assert "\n" not in sentence
 
@@ -289,7 +280,6 @@ def test_markers_of_any_bytes_are_refused_in_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_rank_is_deleted_by_several_at_once_and_whatever_is_made_there_meanwhile(tmp_path: Path) -> None:
-    """Nothing remains, and none of them raises an error."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 2) == [None] * 2
     id_, ended = store_id(path), threading.Event()
@@ -324,7 +314,6 @@ def test_a_rank_is_deleted_by_several_at_once_and_whatever_is_made_there_meanwhi
 
 
 def json_of(data: bytes) -> Any:
-    """Return the value of JSON bytes, None if they are not JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):

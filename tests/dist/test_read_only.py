@@ -35,7 +35,6 @@ def evaluated(ranks: AnyCommunicator, case: str, folder: str, *, given: bool) ->
 
 
 def alone(_ranks: AnyCommunicator, case: str, folder: str) -> str:
-    """Return the error for one rank that opens a store of two."""
     passes = tc.PassDataset.open(Path(folder) / "passes")
     assert case in CASES
     with (

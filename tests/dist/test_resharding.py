@@ -43,7 +43,6 @@ from tiercache.store.sharding import ShardingPlan, Slice, TableSharding, hash_bo
 
 @st.composite
 def shardings(draw: st.DrawFn) -> ShardingPlan:
-    """Draw any sharding of the tables."""
     size = draw(st.integers(1, 4))
     tables = {}
     for one in TABLES:
@@ -196,7 +195,6 @@ def test_fewer_devices_go_on_with_smaller_passes(tmp_path: Path, cursor: tuple[i
 
 
 def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_path: Path) -> None:
-    """Other passes, another order, too little space: a message with the numbers, and the store is unchanged."""
     case = one_case(shuffle=True)
     passes, path = case.cut(tmp_path / "passes"), tmp_path / "sharded"
     sharded(path, case, passes, (3, 16))
@@ -242,7 +240,6 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
 
 
 def budgets_of(store: int) -> Budgets:
-    """Return budgets of which only the store's may be too small."""
     return Budgets(device_budget=1 << 30, host_budget=1 << 30, eval_budget=None, store_budget=store)
 
 
@@ -263,7 +260,6 @@ def test_the_same_ranks_reorganize_within_their_store_budget(tmp_path: Path) -> 
 
 
 def test_a_rank_that_fails_ends_the_work_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """During any operation; the old shards are unchanged."""
     case = one_case()
     passes, path = case.cut(tmp_path / "passes"), tmp_path / "sharded"
     sharded(path, case, passes, (3, 0))

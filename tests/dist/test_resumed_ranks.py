@@ -43,7 +43,6 @@ def sharded(ranks: AnyCommunicator, cache: tc.TierCache) -> tuple[Net, Callable[
 
 
 def restored(ranks: AnyCommunicator, folder: str) -> list[list[float]]:
-    """Restore a training with a sharded layer."""
     with opened(folder, "resumed.tc") as cache:
         _, local = sharded(ranks, cache)
         cache.restore()
@@ -51,7 +50,6 @@ def restored(ranks: AnyCommunicator, folder: str) -> list[list[float]]:
 
 
 def refused(ranks: AnyCommunicator, folder: str) -> str:
-    """Open that training on other ranks; return the error."""
     with pytest.raises(StateError) as caught:
         restored(ranks, folder)
     return str(caught.value)
@@ -82,7 +80,6 @@ def test_each_rank_restores_its_own_shards_of_an_optimizer(ranks_pool: RanksPool
 
 
 def differing(ranks: AnyCommunicator, folder: str, what: str) -> str:
-    """Pass another number of epochs, or another dataset to evaluate; return the error."""
     with opened(folder, f"{what}.tc") as cache:
         try:
             if what == "epochs":

@@ -20,7 +20,6 @@ END = ": pass the same values on all ranks and restart them"
 
 
 def opened(ranks: AnyCommunicator, folder: str, by_rank: list[dict[str, Any]]) -> None:
-    """Open a store with each rank's options, in its working directory."""
     mine = by_rank[ranks.rank]
     passes = tc.PassDataset.open(Path(folder) / "passes")
     with chdir(mine.pop("cwd", folder)):

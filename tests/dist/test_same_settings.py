@@ -31,7 +31,6 @@ CHANGED = {
 
 
 def change(cache: tc.TierCache, module: Any, what: str, rank: int) -> None:
-    """Change a setting on rank 1 alone."""
     rows = cache.optimizer.rows
     group = next(one for one in rows.param_groups if one["table"] == "a")
     if what == "plateau":

@@ -50,13 +50,11 @@ ONE_RANK = ShardingPlan(3, {one.name: sliced(one.dim, [1]) for one in CASE.table
 
 @pytest.fixture(scope="module")
 def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    """Return one dataset, in which tables are shared by features."""
     return CASE.cut(tmp_path_factory.mktemp("passes"))
 
 
 @st.composite
 def shardings(draw: st.DrawFn, tables: tuple[tc.Table, ...] = CASE.tables) -> ShardingPlan:
-    """Draw any sharding of the tables."""
     ranks = draw(st.integers(1, 6))
     table_shardings = {}
     for one in tables:
@@ -161,8 +159,6 @@ def test_a_share_says_what_it_is_of(passes: tc.PassDataset) -> None:
 
 
 def test_a_group_of_more_rows_than_an_address_can_count_is_refused() -> None:
-    """With the number, before anything is sent."""
-
     class Many:
         size = 1 << 31
 

@@ -60,7 +60,6 @@ def go_on(path: Path, num_ranks: int, commits: int = 0) -> None:
 
 
 def test_lookup_gives_whole_rows_of_any_keys(tmp_path: Path) -> None:
-    """Repeated, in any order, of every sharding; keys without a row as requested."""
     path = tmp_path / "s"
     assert train_shards(path, 3, 5) == [None] * 3
     with Store.open(path, mode="r") as store:
@@ -248,13 +247,11 @@ def test_damage_that_an_older_commit_alone_needs_spoils_no_other(tmp_path: Path,
 
 
 def state_of_rank(path: Path, rank: int, commit: int) -> bytes:
-    """Return the dense state that a rank has at a commit."""
     with Store.open(path, commit=commit, mode="r") as store:
         return store.ranks[rank].state()
 
 
 def test_a_reader_of_ranks_that_went_away_is_told_so(tmp_path: Path) -> None:
-    """Fewer ranks have all rows now: an open reader cannot read the others any more, and says why."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4, engine="zarr") == [None] * 2
     keys = np.array([*expected(Cursor(2))["item"]])
@@ -269,7 +266,6 @@ def test_a_reader_of_ranks_that_went_away_is_told_so(tmp_path: Path) -> None:
 
 
 def test_one_process_begins_anew_where_nothing_was_committed(tmp_path: Path) -> None:
-    """Ranks' leftovers before their first commit are ignored."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 0) == [None] * 2
     with Store.open(path, mode="r") as store:
@@ -299,7 +295,6 @@ def test_a_budget_of_blocks_binds_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("commits", [0, 3])
 def test_tables_may_be_given_as_an_iterator(tmp_path: Path, commits: int) -> None:
-    """It also holds for a store of several ranks."""
     path = tmp_path / "s"
     assert train_shards(path, 2, commits) == [None] * 2
     with Store.open(path, tables=iter(TABLES)) as store:

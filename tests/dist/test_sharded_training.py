@@ -87,7 +87,6 @@ def test_a_training_that_was_left_goes_on_to_the_same_bits(ranks_pool: RanksPool
 
 
 def misuse(ranks: AnyCommunicator, case: str, folder: str, *, what: str) -> None:
-    """Misuse a cache, on all ranks or on one."""
     one = CASES[case]
     criterion = nn.BCEWithLogitsLoss()
     with open_sharded(one, folder, **({"seed": ranks.rank} if what == "seeds" else {})) as cache:
@@ -312,7 +311,6 @@ def test_a_training_goes_on_with_smaller_passes_for_fewer_devices(
 
 
 def commit_twice(ranks: AnyCommunicator, case: str, folder: str) -> list[Any]:
-    """Commit twice in a row inside a pass and leave; commit before the first batch after that; train to the end."""
     one, found = CASES[case], []
     with open_sharded(one, folder) as cache:
         for p, number in trained(cache, one):

@@ -55,7 +55,6 @@ def test_slices_of_one_rank_become_neighbors_and_one() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7, 1024])
 def test_ranges_of_hashes_follow_one_another_and_are_alike(num_ranks: int) -> None:
-    """From 0 to 2^64, of sizes that differ by 1."""
     bounds = hash_bounds(num_ranks)
     assert (bounds[0], bounds[-1], len(bounds)) == (0, HASHES, num_ranks + 1)
     sizes = {high - low for low, high in pairwise(bounds)}
@@ -115,7 +114,6 @@ def test_a_record_gives_the_same_sharding_back(ranks: int, kinds: dict[str, Any]
     ],
 )
 def test_a_record_of_something_else_is_refused(change: Any, words: str) -> None:
-    """With a message that names the table."""
     ShardingPlan.from_record(USUAL)
     with pytest.raises(ValueError, match=words):
         ShardingPlan.from_record({**USUAL, **change} if isinstance(change, dict) else change)
@@ -155,7 +153,6 @@ def test_any_record_is_read_or_refused(record: Any) -> None:
 
 
 def test_a_sharding_of_other_tables_or_columns_is_refused() -> None:
-    """The error names the table."""
     sharding = ShardingPlan(2, {"a": sliced(4, [0, 1])})
     sharding.check([table("a", 4)])
     with pytest.raises(ValueError, match="differ in b"):
@@ -270,7 +267,6 @@ def test_numbers_on_the_wire_count_as_the_cache_sends_them(tmp_path: Path) -> No
     ],
 )
 def test_rules_that_make_no_sense_are_refused(rules: dict[str, Any], words: str) -> None:
-    """When they are made."""
     with pytest.raises(ValueError, match=words):
         tc.ShardingRules(**rules)
 

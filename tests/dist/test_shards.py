@@ -40,12 +40,10 @@ ENGINES = pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 
 
 def folders(path: Path) -> set[str]:
-    """Return the folders of ranks in the folder of a store."""
     return {entry.name for entry in path.glob("rank-*")}
 
 
 def rank_folders(num_ranks: int) -> set[str]:
-    """Return the folders of ``num_ranks`` ranks in the store's folder."""
     return {f"rank-{rank}" for rank in range(1, num_ranks)}
 
 
@@ -65,22 +63,18 @@ def lists_of(path: Path, rank: int, engine: str) -> set[str]:
 
 
 def full() -> StoreFullError:
-    """Return the error of a disk without room."""
     return StoreFullError(needed_bytes=100, limit="no space is left on the disk", advice="free some")
 
 
 def divided(path: Path) -> Any:
-    """Return a body that begins to divide a store again."""
     return lambda ranks: ShardWriter.divide(path, TABLES, rows_of(ranks.size), ranks).close()
 
 
 def rows_of(num_ranks: int) -> ShardingPlan:
-    """Return a sharding over ``num_ranks`` ranks for tables of any width."""
     return ShardingPlan(num_ranks, {table.name: sharding_on(1).tables["item"] for table in TABLES})
 
 
 def digest(path: Path) -> str:
-    """Return the digest of the newest commit, which covers all its ranks."""
     with Store.open(path, mode="r") as store:
         return store.commit.digest
 
@@ -385,7 +379,6 @@ def test_what_was_never_committed_is_made_anew(tmp_path: Path, first: int, secon
 
 
 def test_the_marker_of_a_rank_is_plain_json(tmp_path: Path) -> None:
-    """For people who look at the files."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 2) == [None] * 2
     whole, one = (json.loads((folder / "store.json").read_text()) for folder in (path, path / "rank-1"))

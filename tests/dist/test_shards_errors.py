@@ -45,12 +45,10 @@ ENGINES = pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 
 
 def replace_in(marker: Path, **values: object) -> None:
-    """Change values in a marker."""
     marker.write_text(json.dumps(json.loads(marker.read_text()) | values))
 
 
 def put_back(backup: Path, folder: Path) -> None:
-    """Put a backup in the place of a folder."""
     shutil.rmtree(folder)
     shutil.copytree(backup, folder)
 

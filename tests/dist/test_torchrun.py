@@ -42,7 +42,6 @@ def kill_at(step: int) -> None:
 
 
 def main() -> None:
-    """Be one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks = communicator_of()
@@ -89,7 +88,6 @@ needs_flights = pytest.mark.skipif(
 
 
 def launch(module: str, size: int, *arguments: str) -> str:
-    """Start an example on ``size`` ranks; return its output."""
     ended = launched(module, size, *arguments)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
@@ -98,7 +96,6 @@ def launch(module: str, size: int, *arguments: str) -> str:
 @pytest.mark.long
 @needs_flights
 def test_the_flights_start_under_torchrun(tmp_path: Path) -> None:
-    """Preparation, training and scores of the command in the README."""
     printed = launch(
         "examples.flights.training", 2, "--quick", "--first", str(FLIGHTS), "--folder", str(tmp_path),
     )  # fmt: skip
@@ -123,7 +120,6 @@ def test_a_dense_part_in_two_stages_has_the_losses_of_a_whole_one(tmp_path: Path
 def test_micro_batches_that_would_end_a_pipeline_in_its_midst_are_refused_before(
     tmp_path: Path, batch_size: int, micro_batches: int, sentence: str
 ) -> None:
-    """Fewer than stages, or not all of one size."""
     from tests.train.cases import Case, Spec, table
 
     case = Case(tables=(table("t", 4),), specs=(Spec(name="f", table="t"),), num_samples=256, pass_rows=64)

@@ -70,7 +70,6 @@ def open_sharded(case: Case, folder: str, *, queued: bool = False, **options: An
 
 
 def model_of(cache: tc.TierCache, case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the tracked model of a case and its optimizer."""
     torch.manual_seed(1)
     model: nn.Module = Net(cache, case)
     if cache.communicator.size > 1:
