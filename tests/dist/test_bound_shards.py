@@ -14,14 +14,7 @@ import pytest
 from tests.dist import sharded_world
 from tests.dist.sharded_world import check_shards, sentences, train_shards
 from tests.store.independent_reader import read_store
-from tiercache.store import (
-    CorruptStoreError,
-    Cursor,
-    Store,
-    StoreError,
-    Table,
-    verify,
-)
+from tiercache.store import CorruptStoreError, Cursor, Store, StoreError, Table, verify
 from tiercache.store.engines.engine import Blob
 from tiercache.store.opening import newest_record, open_folder
 

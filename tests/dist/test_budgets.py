@@ -209,10 +209,7 @@ def test_passes_cut_for_all_devices_together_are_refused_with_what_to_do(ranks_p
     passes.path.rename(tmp_path / "passes")
     advice = f", extract again with --device-budget {budget} --devices 2, "
 
-    for kind, more in (
-        ("row_wise", "devices=2"),
-        ("table_wise", "this assumes that all tables are sharded row_wise"),
-    ):
+    for kind, more in (("row_wise", "devices=2"), ("table_wise", "this assumes that all tables are sharded row_wise")):
         errors = ranks_pool.errors(2, opened, folder=str(tmp_path), device_budget=budget, sharding=sharded(kind))
         assert_refused(errors, advice)
         assert all(error is not None and error[1].endswith(more) for error in errors)

@@ -12,15 +12,7 @@ import pytest
 
 from tests.cli.command import error_of, run, told
 from tests.dist.meeting import meet
-from tests.dist.sharded_world import (
-    TABLES,
-    expected,
-    opened,
-    sharding_on,
-    take,
-    train_shards,
-    world_of,
-)
+from tests.dist.sharded_world import TABLES, expected, opened, sharding_on, take, train_shards, world_of
 from tests.dist.test_sharded_store import go_on as go_on_elsewhere
 from tiercache.store import (
     CorruptStoreError,

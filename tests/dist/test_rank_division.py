@@ -20,11 +20,7 @@ from tests.dist.sharded_world import (
 from tests.dist.test_shards import ENGINES, digest, folders, rank_folders, stored
 from tests.files import files_of
 from tiercache.dist.shard_writer import ShardWriter
-from tiercache.store import (
-    Cursor,
-    Store,
-    verify,
-)
+from tiercache.store import Cursor, Store, verify
 
 
 @pytest.mark.sampled(4)

@@ -201,10 +201,7 @@ def nothing_at_all(ranks: AnyCommunicator, folder: str) -> list[Any]:
         p = next(passes)
         none = {"user": [], "friend": ([], [0]), "item": np.empty((0, 3), int), "word": ([], [0]),
                 "title": np.empty((0, 3), int), "tag": ([], [0])}  # fmt: skip
-        made = [
-            p.batch(none, dense=np.empty((0, 1))),
-            p.batch(none if ranks.rank else None, dense=np.empty((0, 1))),
-        ]
+        made = [p.batch(none, dense=np.empty((0, 1))), p.batch(none if ranks.rank else None, dense=np.empty((0, 1)))]
         found = [[len(one), one.weight, list(model.bag(one).shape)] for one in made]
         out = cache.evaluate_batch(none if ranks.rank else None, dense=np.empty((0, 1)))
         assert out.dense.shape == (0, 1)

@@ -10,13 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.train.cases import table
-from tiercache.dist.pooled import (
-    PoolableFeature,
-    PooledBlock,
-    PoolingChoice,
-    encode_block,
-    split_by_rank,
-)
+from tiercache.dist.pooled import PoolableFeature, PooledBlock, PoolingChoice, encode_block, split_by_rank
 from tiercache.dist.pooled_output import PooledBatch, ServedPart
 from tiercache.dist.requests import RequestBuilder
 from tiercache.dist.shard_layout import Destination, Owners, ShardLayout, out_of_bounds

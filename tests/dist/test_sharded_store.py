@@ -24,16 +24,7 @@ from tests.dist.sharded_world import (
     whole_row,
 )
 from tiercache import import_store
-from tiercache.store import (
-    CorruptStoreError,
-    Cursor,
-    KeyMissingError,
-    Store,
-    StoreError,
-    StoreFullError,
-    info,
-    verify,
-)
+from tiercache.store import CorruptStoreError, Cursor, KeyMissingError, Store, StoreError, StoreFullError, info, verify
 from tiercache.store import store as store_module
 from tiercache.store.locks import Lease
 from tiercache.store.opening import StoreDirectory

@@ -19,13 +19,7 @@ from tiercache.data.raw_batch import RawBatch
 from tiercache.dist.communicator import AnyCommunicator
 from tiercache.planning.sharding_planner import sharding_of, slice_widths, sliced
 from tiercache.store.bits import HASHES
-from tiercache.store.sharding import (
-    KINDS,
-    ShardingPlan,
-    Slice,
-    TableSharding,
-    hash_bounds,
-)
+from tiercache.store.sharding import KINDS, ShardingPlan, Slice, TableSharding, hash_bounds
 
 USUAL = {
     "num_ranks": 3,
@@ -100,10 +94,7 @@ def test_a_record_gives_the_same_sharding_back(ranks: int, kinds: dict[str, Any]
         ({"tables": {"a": {"kind": "row_wise", "slices": [[0, 0, 4]]}}}, "'row_wise' with 1 slices: it has no slices"),
         ({"tables": {"a": {"kind": "table_wise"}}}, "'table_wise' with 0 slices: it has 1 slice"),
         ({"tables": {"a": {"kind": "column_wise", "slices": [[0, 0, 4]]}}}, "it has 2 or more slices"),
-        (
-            {"tables": {"a": {"kind": "table_wise", "slices": [[0, 4]]}}},
-            "each is \\[rank, first column, end column\\]",
-        ),
+        ({"tables": {"a": {"kind": "table_wise", "slices": [[0, 4]]}}}, "each is \\[rank, first column, end column\\]"),
         ({"tables": {"a": {"kind": "table_wise", "slices": [[0, 0, 4.0]]}}}, "each is \\[rank"),
         ({"tables": {"a": {"kind": "table_wise", "slices": [[3, 0, 4]]}}}, "names rank 3: there are 3 ranks"),
         ({"tables": {"a": {"kind": "table_wise", "slices": [[-1, 0, 4]]}}}, "names rank -1"),
@@ -284,10 +275,7 @@ def test_what_is_no_sharding_is_refused(ranks_pool: RanksPool, tmp_path: Path) -
     ONE.cut(tmp_path / "passes")
     for asked, words in (
         (5, "sharding is 5: it must be a strategy, kinds by table, ShardingRules or a ShardingPlan"),
-        (
-            {"rules": {"kinds": {"users": "rows"}}},
-            "to be sharded by 'rows': expected one of 'row_wise', 'table_wise'",
-        ),
+        ({"rules": {"kinds": {"users": "rows"}}}, "to be sharded by 'rows': expected one of 'row_wise', 'table_wise'"),
         ({"rules": {"kinds": {"user": "row_wise"}}}, "unknown table 'user': the tables are"),
         ({"user": "row_wise"}, "the sharding names the unknown table 'user'"),
         ({"users": "replicate"}, "table 'users' is to be sharded by 'replicate': expected one of"),

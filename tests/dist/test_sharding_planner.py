@@ -96,8 +96,7 @@ def test_memory_optimized_divides_what_is_larger_than_a_fair_share() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(
-    ("given_sizes", "threshold"),
-    [([(100, 8), (5, 8), (10, 8), (25, 4)], 45), ([(10, 4), (11, 2), (4, 2), (4, 2)], 10)],
+    ("given_sizes", "threshold"), [([(100, 8), (5, 8), (10, 8), (25, 4)], 45), ([(10, 4), (11, 2), (4, 2), (4, 2)], 10)]
 )
 @pytest.mark.parametrize("strategy", ["basic", "memory_balanced", "memory_optimized", "auto"])
 def test_slices_above_a_threshold_are_merged_where_they_meet(

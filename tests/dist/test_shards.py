@@ -22,15 +22,7 @@ from tests.dist.sharded_world import (
 )
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import RankError, StateError
-from tiercache.store import (
-    Cursor,
-    NotAStoreError,
-    Store,
-    StoreError,
-    StoreFullError,
-    info,
-    verify,
-)
+from tiercache.store import Cursor, NotAStoreError, Store, StoreError, StoreFullError, info, verify
 from tiercache.store.commit_writer import CommitWriter
 from tiercache.store.opening import newest_record, open_folder
 from tiercache.store.rank_writer import RankWriter
