@@ -2,8 +2,8 @@
 
     python -m tests.dist.shards_killer --folder DIR [--kills N] [--engine lmdb] [--seed N]
 
-A run makes the store, trains a few commits, closes and opens it, divides it again and trains on. One rank, or all, are
-killed just before or after a call that touches the disk, or at a random instant; some are killed again as they resume.
+A run makes the store, trains a few commits, closes and opens it, and trains on. One rank, or all, are killed just
+before or after a call that touches the disk, or at a random instant; some are killed again as they resume.
 Then the store must be at one cursor on all shards, the newest recorded or the one being made, with its rows, and
 continue to the end, with no leftovers. Ends with status 1 otherwise.
 """
@@ -29,7 +29,7 @@ from tests.crash.outcome import FAILING, EnoughError, Found
 from tests.crash.points import Point, unwatch, watch
 from tests.crash.schedule import After, At, die, spread
 from tests.dist.meeting import Processes, meet
-from tests.dist.sharded_world import divide_anew, opened, problems, sharding_on, take
+from tests.dist.sharded_world import opened, problems, take
 from tiercache.errors import RankError
 from tiercache.store import Cursor, Store
 from tiercache.store.opening import StoreDirectory, newest_record, open_folder
@@ -43,47 +43,28 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.store.commit import CommitRecord
 
-FIRST, LAST = Cursor(2), Cursor(4)
-"""The cursor of the division, and the last one."""
+HALF, LAST = Cursor(2), Cursor(4)
+"""The cursor at which the ranks close the store and open it again, and the last one."""
 NONE = (-1, -1)
 """The position of a store without a commit."""
-PHASES = ("open", "append", "prepare and publish", "divide", "switch and delete")
+PHASES = ("open", "append", "prepare and publish")
 
 
-def note(teller: Teller, *, begun: Cursor | None = None, done: Cursor | None = None, switching: bool = False) -> None:
-    """Note a commit that may be found from now on, or must be, or that new shards replace the old ones."""
+def note(teller: Teller, *, begun: Cursor | None = None, done: Cursor | None = None) -> None:
+    """Note a commit that may be found from now on, or must be."""
     teller.note(begun=begun, done=done)
-    if switching:
-        teller.phase = PHASES[4]
-    if begun is not None:
-        teller.phase = PHASES[2]
-    if done is not None:
-        teller.phase = PHASES[1]
+    teller.phase = PHASES[1] if done is not None else PHASES[2]
 
 
 def walk(path: Path, ranks: AnyCommunicator, teller: Teller, engine: str) -> None:
-    """Make or open the store, and continue to the end, dividing it in the middle."""
-    teller.phase = PHASES[0]
-    record = newest_record(path)
-    ranks.agree("reading the newest commit")
-    turn = 0 if record is None else turn_of(record)
-    while True:
+    """Make or open the store, and continue to the end, closing and opening it in the middle."""
+    for until in (HALF, LAST):
         teller.phase = PHASES[0]
-        shards, world = opened(path, ranks, turn, engine=engine)
+        shards, world = opened(path, ranks, engine=engine)
         with shards:
             teller.phase = PHASES[1]
-            until = LAST if turn else FIRST
             while shards.cursor is None or shards.cursor < until:
                 take(shards, world, partial(note, teller))
-        if turn:
-            return
-        teller.phase = PHASES[3]
-        divide_anew(path, ranks, sharding_on(ranks.size, 1), partial(note, teller), engine=engine)
-        turn = 1
-
-
-def turn_of(record: CommitRecord) -> int:
-    return int(record.sharding == sharding_on(len(record.ranks), 1))
 
 
 def run(
@@ -205,12 +186,12 @@ def stands(record: CommitRecord | None) -> tuple[int, ...]:
 def finish(path: Path, num_ranks: int, engine: str, teller: Teller) -> None:
     """Open it for writing on all ranks, report problems, and continue to the end."""
     record = newest_record(path)
-    turn, cursor = 0 if record is None else turn_of(record), stands(record)
+    cursor = stands(record)
     if (path / "rank-1").is_dir() and record is not None and _is_ahead(path, record):
         teller.say("ahead", 1)
 
     def open_all(ranks: AnyCommunicator) -> tuple[int, ...]:
-        shards, _ = opened(path, ranks, turn, engine=engine)
+        shards, _ = opened(path, ranks, engine=engine)
         with shards:
             commit = shards.store.commit
             return NONE if commit is None else tuple(commit.cursor)
@@ -237,7 +218,7 @@ def _is_ahead(path: Path, record: CommitRecord) -> bool:
     opened = open_folder(path / "rank-1", record.tables, engine_of(path), "r", None, create=False)
     try:
         head = opened.engine.newest()
-        return head is not None and len(record.ranks) > 1 and head != record.ranks[1]
+        return head is not None and head != record.ranks[1]
     finally:
         opened.close()
 

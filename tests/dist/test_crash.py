@@ -73,14 +73,3 @@ def test_ranks_killed_in_the_midst_of_a_training_go_on_to_the_same_bits(tmp_path
     """On 2 and on 3 ranks; survivors report why they ended."""
     found = killed("training", tmp_path, kills=kills)
     assert min(found["told_why"], found["resumed_behind_a_commit"]) > 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kills", [3, 60])
-def test_a_training_killed_while_other_ranks_take_it_up_goes_on_to_the_same_bits(tmp_path: Path, kills: int) -> None:
-    """From the middle of a pass on 2 ranks to 3 and to 1, through the opening of the cache."""
-    found = killed("training", tmp_path, kills=kills, ranks=2)
-    assert found["trainings"] >= 1
-    assert found.get("stood_in_old_shards", 0) + found.get("stood_in_new_shards", 0) == kills
-    if kills >= 20:  # with few kills, their distribution is random
-        assert min(found["stood_in_old_shards"], found["stood_in_new_shards"]) > 0

@@ -2,10 +2,7 @@
 
 A program, because a fork server needs a separate process:
 
-    python -m tests.dist.training_killer --folder DIR --kills N [--ranks N] [--engine lmdb]
-
-With --ranks every training resumes, on other ranks, from the middle of one of ``--ranks`` ranks, and kills come while
-its parts are being rewritten for them or soon after.
+    python -m tests.dist.training_killer --folder DIR --kills N [--engine lmdb]
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import random
-import shutil
 import signal
 import sys
 import time
@@ -36,22 +32,18 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 CASE = "bags"
-PASSES = 2
-"""The first training's position, in passes, before other ranks continue."""
-MOST_OF_PARTS = 1.2
-"""Kills come within this multiple of the time until new ranks have the rows."""
 RESULT, ERROR = "result.json", "error-{}.txt"
 JOIN_SECONDS = 60.0
 SURVIVORS_SECONDS = 5.0
 """Time for the surviving ranks to exit; then they are killed, as by torchrun."""
 
 
-def be_rank(rank: int, size: int, meeting: Path, folder: Path, engine: str, passes: int | None) -> None:
-    """Train the case to its end, or into a pass; problems are written to a file."""
+def be_rank(rank: int, size: int, meeting: Path, folder: Path, engine: str) -> None:
+    """Train the case to its end; problems are written to a file."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     import torch
 
-    from tests.dist.trainings import stored, train, train_and_stop
+    from tests.dist.trainings import stored, train
     from tiercache.dist.communicator import communicator_of
 
     torch.set_num_threads(1)
@@ -61,11 +53,9 @@ def be_rank(rank: int, size: int, meeting: Path, folder: Path, engine: str, pass
         )
         ranks = communicator_of()
         (folder / f"begun-{rank}").touch()
-        if passes is not None:
-            train_and_stop(ranks, CASE, str(folder), passes=passes, batches=1, within=True, engine=engine)
-        found = {} if passes is not None else train(ranks, CASE, str(folder), engine=engine)
+        found = train(ranks, CASE, str(folder), engine=engine)
         ranks.barrier()
-        if rank == 0 and passes is None:
+        if rank == 0:
             record = {name: _digest(value) for name, value in found.items()}
             for name, (keys, fields) in stored(folder).items():
                 record |= {f"{name}.{i}": _digest(part) for i, part in enumerate((keys, *fields))}
@@ -90,38 +80,24 @@ KILL = Moment("told why", "told_why")
 class Trainings:
     """Trainings of several ranks, on 2 and on 3 by turns, each killed up to four times until ``kills`` are made."""
 
-    def __init__(self, folder: Path, kills: int, *, seed: int, before: int | None, engine: str) -> None:
-        """before: the number of ranks of the first training."""
-        self._engine = engine
-        self._folder, self.kills_left, self._random, self._before = folder, kills, random.Random(seed), before
-        self._more = kills if before is None else 0
+    def __init__(self, folder: Path, kills: int, *, engine: str) -> None:
+        self._folder, self.kills_left, self._random, self._engine = folder, kills, random.Random(kills), engine
+        self._more = kills
         """More kills if no survivor of all said why it ended: torch's errors may come first, by chance."""
-        self._sizes = [size for size in (3, 2, 1) if before is not None and size != before] or [2, 3]
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.crash.warm", "tests.dist.warm"])
         self._expected: dict[int, tuple[dict[str, Any], float]] = {}
-        self._begun: Path | None = None
-        self._least, self._trainings, self._starts = (-1, -1), 0, 0
-        if before is not None:
-            begun = self._prepare("begun")
-            self._end(begun, self._start(begun, before, passes=PASSES))
-            self._least = self.look(begun, [], last=False).stands
-            self._begun = begun
+        self._trainings, self._starts = 0, 0
 
     def begin(self, folder: Path) -> None:
         """Prepare the next training; train it without a kill, once for each number of ranks."""
-        self._size = size = self._sizes[self._trainings % len(self._sizes)]
+        self._size = size = 2 + self._trainings % 2
         self._trainings += 1
         if size not in self._expected:
             whole = self._prepare(f"whole-{size}")
             processes, begun = self._start(whole, size), time.perf_counter()
-            seconds = 0.0
-            if self._begun is not None:
-                self._wait_for_shards(whole, processes)
-                seconds = MOST_OF_PARTS * (time.perf_counter() - begun)
             self._end(whole, processes)
-            seconds = seconds or time.perf_counter() - begun
-            self._expected[size] = json.loads((whole / RESULT).read_text()), seconds
+            self._expected[size] = json.loads((whole / RESULT).read_text()), time.perf_counter() - begun
         self._due = 1 + self._random.randrange(4)
         folder.rmdir()
         self._prepare(folder.name)
@@ -136,9 +112,7 @@ class Trainings:
         if death is None:
             self._end(folder, processes)
             return Ended(signals=[0] * self._size)
-        share = self._random.random()
-        if self._before is None:  # more kills late, after a commit: machines vary in speed
-            share = max(share, self._random.random())
+        share = max(self._random.random(), self._random.random())  # late, after a commit: machines vary in speed
         time.sleep(share * self._expected[self._size][1])
         victims = processes if self._random.random() < 0.3 else [self._random.choice(processes)]
         for victim in victims:
@@ -175,15 +149,12 @@ class Trainings:
             names = {entry.name for entry in (folder / "model.tc").glob("rank-*")}
             if names != {f"rank-{rank}" for rank in range(1, self._size)}:
                 found.wrong.append((FAILING, f"{folder.name} on {self._size} ranks ended with {sorted(names)}"))
-            found.counts["trainings"] = 1
             return found
         with suppress(StoreMissingError):
             with tc.Store.open(folder / "model.tc", mode="r") as store:
                 at = (-1, -1) if store.commit is None else tuple(store.commit.cursor)
-                if self._begun is not None:
-                    found.counts[f"stood_in_{self._stands_in(folder)}_shards"] = 1
             found.wrong += [(FAILING, sentence) for sentence in verify(folder / "model.tc")["problems"]]
-        stood = max((tuple(place) for one in runs for place in one.of("done")), default=self._least)
+        stood = max((tuple(place) for one in runs for place in one.of("done")), default=(-1, -1))
         if at < stood:
             found.wrong.append((LOST, f"{folder.name} was at {stood} and now is at {at}"))
         found.counts["resumed_behind_a_commit"] = at > (0, 0)
@@ -194,32 +165,16 @@ class Trainings:
         from tests.dist.trainings import CASES
 
         folder = self._folder / name
-        if self._begun is not None:
-            shutil.copytree(self._begun, folder)
-            return folder
         folder.mkdir()
         CASES[CASE].cut(folder / "passes")
         return folder
 
-    def _wait_for_shards(self, folder: Path, processes: list[BaseProcess]) -> None:
-        """Return when other ranks than the first have the rows."""
-        while self._stands_in(folder) == "old" and all(one.exitcode is None for one in processes):
-            time.sleep(0.002)
-
-    def _stands_in(self, folder: Path) -> str:
-        """Return "old" while the first ranks have the rows, and "new" when other ones have them."""
-        from tiercache.store.opening import newest_record
-
-        record = newest_record(folder / "model.tc")
-        assert record is not None, "the first ranks have made commits"
-        return "old" if len(record.ranks) == self._before else "new"
-
-    def _start(self, folder: Path, size: int, passes: int | None = None) -> list[BaseProcess]:
+    def _start(self, folder: Path, size: int) -> list[BaseProcess]:
         for left in [*folder.glob("begun-*"), *folder.glob("error-*")]:
             left.unlink()
         self._starts += 1
         meeting = folder / f"meeting-{self._starts}"  # a port that is free now may be taken before rank 0 listens
-        given = meeting, folder, self._engine, passes
+        given = meeting, folder, self._engine
         processes = [self._context.Process(target=be_rank, args=(rank, size, *given)) for rank in range(size)]
         for process in processes:
             process.start()
@@ -242,12 +197,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.dist.training_killer")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--kills", type=int, required=True)
-    parser.add_argument("--ranks", type=int)
     parser.add_argument("--engine", default="lmdb")
     options = parser.parse_args()
-    workload = Trainings(
-        options.folder, options.kills, seed=options.kills, before=options.ranks, engine=options.engine
-    )  # fmt: skip
+    workload = Trainings(options.folder, options.kills, engine=options.engine)
     killer = Killer(options.folder, workload, seed=options.kills, most_problems=1)
     with suppress(EnoughError):
         while workload.kills_left > 0:
