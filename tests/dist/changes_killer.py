@@ -32,7 +32,7 @@ from tests.crash.points import unwatch
 from tests.crash.schedule import At, Death
 from tests.dist import sharded_world
 from tests.dist.meeting import Processes, meet
-from tests.dist.sharded_world import TABLES, train_shards
+from tests.dist.sharded_world import TABLES, train_on
 from tests.dist.shards_killer import options_of, run
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.store import Adam, Store, Table, alter, forget
@@ -113,7 +113,7 @@ class Changes:
         base.parent.mkdir(parents=True)
 
         def make(_: Processes, teller: Teller) -> None:
-            assert train_shards(base, RANKS, COMMITS, engine=engine, retention=RETENTION) == [None] * RANKS
+            train_on(base, RANKS, COMMITS, engine=engine, retention=RETENTION)
             shutil.copytree(base, base.with_name("whole"))
             if ahead:
                 sharded_world.ahead(base, RANKS, *ahead)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.dist.meeting import meet
 from tests.dist.pool import RanksPool
-from tests.dist.sharded_world import TABLES, UNIVERSE, divide_anew, problems, sharding_on, train_shards
+from tests.dist.sharded_world import TABLES, UNIVERSE, divide_among, problems, sharding_on, train_on, train_shards
 from tests.dist.trainings import CASES, assert_same_rows, on_ranks, stored
 from tests.store.independent_reader import read_store
 from tiercache.dist.shard_writer import ShardWriter
@@ -55,7 +55,7 @@ def without(rows: dict[str, dict[int, bytes]], name: str, keys: np.ndarray) -> d
 
 @pytest.fixture(params=["lmdb", "zarr"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    assert train_shards(tmp_path / "s", 3, 4, engine=request.param, retention=2) == [None] * 3
+    train_on(tmp_path / "s", 3, 4, engine=request.param, retention=2)
     yield tmp_path / "s"
     assert verify(tmp_path / "s")["problems"] == []
 
@@ -176,7 +176,7 @@ CHANGES = {
 def test_tables_of_several_ranks_change_as_those_of_one(path: Path, tmp_path: Path, change: str) -> None:
     """Rows, before and after a rewrite, equal those in a store of one rank with the same alteration."""
     shutil.copytree(path, tmp_path / "one")
-    assert meet(1, lambda ranks: divide_anew(tmp_path / "one", ranks, sharding_on(1))) == [None]
+    assert divide_among(tmp_path / "one", 1) == [None]
     with Store.open(path) as store, Store.open(tmp_path / "one") as one:
         before, state, kept = rows_of(store), store.state(), store.commit.id
         assert before == rows_of(one)
@@ -194,10 +194,7 @@ def test_tables_of_several_ranks_change_as_those_of_one(path: Path, tmp_path: Pa
     with Store.open(path, mode="r") as store:
         assert rows_of(store) == after
     assert verify(path)["problems"] == []
-    words = {
-        name: {key: b"".join(row.fields) for key, row in rows.items()} for name, rows in read_store(path).tables.items()
-    }
-    assert words == after
+    assert as_the_format_says(path) == after
     with Store.open(path) as store:
         store.compact()
         assert (rows_of(store), store.waiting_bytes, store.commit.stored) == (after, 0, ())
@@ -209,10 +206,7 @@ def test_tables_of_several_ranks_change_as_those_of_one(path: Path, tmp_path: Pa
             return shards.store.commit.id
 
     assert len({*meet(3, opens)}) == 1
-    words = {
-        name: {key: b"".join(row.fields) for key, row in rows.items()} for name, rows in read_store(path).tables.items()
-    }
-    assert words == after
+    assert as_the_format_says(path) == after
     with Store.open(path) as store, pytest.raises(CommitMissingError):
         store.rollback(kept)
 

@@ -9,21 +9,22 @@ import pytest
 import tiercache as tc
 from tests.cli.command import error_of, run, told
 from tests.dist import sharded_world
-from tests.dist.meeting import meet
 from tests.dist.pool import RanksPool
 from tests.dist.sharded_world import (
     WHOLE,
-    divide_anew,
+    ShardWorld,
+    divide_among,
     expected,
-    opened,
+    on_ranks,
     problems,
     sentences,
-    sharding_on,
     take,
+    train_on,
     train_shards,
     whole_row,
 )
 from tests.dist.trainings import CASES, stored, train
+from tiercache.dist.shard_writer import ShardWriter
 from tiercache.store import CommitMissingError, Cursor, Store, StoreClosedError, info, verify
 from tiercache.store.locks import leased_commits
 from tiercache.store.rank_writer import RankWriter
@@ -63,12 +64,12 @@ def lists_of(store: Store, rank: int) -> list[int]:
 @pytest.mark.parametrize(("num_ranks", "engine"), [(1, "lmdb"), (3, "lmdb"), (2, "zarr")])
 def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int, engine: str) -> None:
     path = tmp_path / "s"
-    assert train_shards(path, num_ranks, 5, engine=engine, retention=3) == [None] * num_ranks
+    train_on(path, num_ranks, 5, engine=engine, retention=3)
     with tc.Store.open(path, mode="r") as store:
         assert {one.retention for one in (store, *store.ranks)} == {3}
     assert kept(path) == [2, 3, 4]
     assert kept_by_ranks(path) == [[2, 3, 4]] * num_ranks
-    assert train_shards(path, num_ranks, 2) == [None] * num_ranks
+    train_on(path, num_ranks, 2)
     assert kept(path) == [4, 5, 6]
     with pytest.raises(CommitMissingError, match=r"the store at .* has no commit 3: pass one of 4, 5, 6"):
         tc.Store.open(path, commit=3, mode="r")
@@ -77,7 +78,7 @@ def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int
             store.at(7)
         before = store.at(4)
         if engine == "zarr":  # a process opens the other engine's files once
-            assert train_shards(path, num_ranks, 3) == [None] * num_ranks
+            train_on(path, num_ranks, 3)
         assert list(problems(before.at(4))) == []  # a reader keeps what it sees
         if engine == "zarr":
             with pytest.raises(CommitMissingError, match="has no commit 5: pass one of 7, 8, 9"):
@@ -87,7 +88,7 @@ def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int
         before.close()
     with pytest.raises(StoreClosedError):
         store.at(5)
-    assert train_shards(path, num_ranks, 1, retention=1) == [None] * num_ranks
+    train_on(path, num_ranks, 1, retention=1)
     assert kept(path) == [10 if engine == "zarr" else 7]
     assert kept_by_ranks(path) == [kept(path)] * num_ranks
 
@@ -96,9 +97,9 @@ def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int
 @pytest.mark.parametrize("mode", ["r", "a"])
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_each_rank_is_read_at_each_commit(tmp_path: Path, engine: str, mode: str) -> None:
-    """Its rows equal the rank's rows in the store at that commit; an unused view keeps nothing."""
+    """Its rows equal the rank's rows in the store at that commit; a view keeps them, and an unused one nothing."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 5, engine=engine, retention=3) == [None] * 2
+    train_on(path, 2, 5, engine=engine, retention=3)
     with tc.Store.open(path, mode=mode) as store:
         for commit in store.commits:
             whole = store.at(commit.id)
@@ -112,48 +113,37 @@ def test_each_rank_is_read_at_each_commit(tmp_path: Path, engine: str, mode: str
                         assert found == rows
         del whole, rank, other, views, view
         assert leased_commits(store._opened.engine.lease_folder) == ({4} if mode == "r" else set())
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("mode", ["r", "a"])
-@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_a_view_of_one_rank_keeps_what_it_reads(tmp_path: Path, engine: str, mode: str) -> None:
-    path = tmp_path / "s"
-    assert train_shards(path, 2, 5, engine=engine, retention=3) == [None] * 2
-    with tc.Store.open(path, mode=mode) as store:
-        view = store.ranks[1].at(3)
-        rows = [keys.tolist() for keys, _ in view.scan("item")]
+        kept = store.ranks[1].at(3)
+        rows = [keys.tolist() for keys, _ in kept.scan("item")]
         if mode == "a":
             for _ in range(4):
                 store.compact()
         elif engine == "zarr":  # a process opens the other engine's files once
-            assert train_shards(path, 2, 5) == [None] * 2
-        assert [keys.tolist() for keys, _ in view.scan("item")] == rows
+            train_on(path, 2, 5)
+        assert [keys.tolist() for keys, _ in kept.scan("item")] == rows
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_ranks_free_what_no_kept_commit_needs_as_they_train(tmp_path: Path, engine: str) -> None:
-    def body(ranks: Any) -> None:
-        shards, world = opened(tmp_path / "s", ranks, engine=engine, retention=2)
-        with shards:
-            for id_ in range(6):
-                take(shards, world)
-                assert lists_of(shards.store, ranks.rank) == [*range(max(0, id_ - 1), id_ + 1)]
+    def body(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:
+        for id_ in range(6):
+            take(shards, world)
+            assert lists_of(shards.store, ranks.rank) == [*range(max(0, id_ - 1), id_ + 1)]
 
-    assert meet(3, body) == [None] * 3
+    assert on_ranks(tmp_path / "s", 3, body, engine=engine, retention=2) == [None] * 3
 
 
 def test_commits_beyond_a_lower_retention_go_with_the_next_commit(tmp_path: Path) -> None:
     """On all ranks, also if one had prepared a commit; without a next commit all kept ones stay."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 6, retention=4) == [None] * 2
+    train_on(path, 2, 6, retention=4)
     sharded_world.ahead(path, 2, 1)
-    assert train_shards(path, 2, 0, retention=2) == [None] * 2
+    train_on(path, 2, 0, retention=2)
     assert kept(path) == [2, 3, 4, 5]
     assert kept_by_ranks(path) == [[2, 3, 4, 5]] * 2
-    assert train_shards(path, 2, 1, retention=2) == [None] * 2
+    train_on(path, 2, 1, retention=2)
     assert kept(path) == [5, 6]
-    assert train_shards(path, 2, 2) == [None] * 2
+    train_on(path, 2, 2)
     assert kept_by_ranks(path) == [[7, 8]] * 2
 
 
@@ -163,17 +153,17 @@ def test_what_ranks_could_not_free_goes_when_they_open_the_store(
 ) -> None:
     """It simulates a kill between publishing a commit and freeing older blobs."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 6, engine=engine, retention=4) == [None] * 2
+    train_on(path, 2, 6, engine=engine, retention=4)
     with monkeypatch.context() as patch:
         patch.setattr(RankWriter, "_free", lambda *_, **__: None)
-        assert train_shards(path, 2, 1, retention=1) == [None] * 2
+        train_on(path, 2, 1, retention=1)
     assert kept(path) == [6]
     with Store.open(path, mode="r") as store:
         for rank, one in enumerate(store.ranks):
             assert {f"ranks/{rank}.{id_}" for id_ in range(3, 7)} <= {
                 name.partition("-")[0] for name in one.reader.stored()
             }
-    assert train_shards(path, 2, 0) == [None] * 2
+    train_on(path, 2, 0)
     assert kept_by_ranks(path) == [[6]] * 2
 
 
@@ -185,7 +175,7 @@ def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
 ) -> None:
     """A new commit has the rows of the old one; later ones are gone, and a rank's prepared commit."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 5, engine=engine, retention=3) == [None] * 2
+    train_on(path, 2, 5, engine=engine, retention=3)
     with tc.Store.open(path, mode="r") as store:
         cursors = {commit.id: commit.cursor for commit in store.commits}
     if ahead is not None:
@@ -194,7 +184,7 @@ def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
     assert (commit.id, commit.cursor) == (5, cursors[to])
     assert kept(path) == [*range(2, to + 1), 5][-3:]
     assert kept_by_ranks(path) == [kept(path)] * 2
-    assert train_shards(path, 2, 3) == [None] * 2
+    train_on(path, 2, 3)
     assert kept(path) == [6, 7, 8]
     assert verify(path)["problems"] == []
     with pytest.raises(CommitMissingError, match="has no commit 5: pass one of 6, 7, 8"):
@@ -204,10 +194,10 @@ def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
 def test_ranks_that_are_divided_anew_begin_their_commits_anew(tmp_path: Path) -> None:
     """Ids continue, and older commits are gone; all rows changed since each commit that was not rolled back."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 3, retention=3) == [None] * 2
+    train_on(path, 2, 3, retention=3)
     assert sharded_world.roll_back(path, 1).id == 3
-    assert train_shards(path, 2, 2) == [None] * 2
-    assert meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3, 1))) == [None] * 3
+    train_on(path, 2, 2)
+    assert divide_among(path, 3, 1) == [None] * 3
     assert kept(path) == [6]
     for back in (lambda: tc.Store.open(path, commit=5, mode="r"), lambda: sharded_world.roll_back(path, 5)):
         with pytest.raises(CommitMissingError, match="has no commit 5: pass one of 6"):
@@ -217,11 +207,11 @@ def test_ranks_that_are_divided_anew_begin_their_commits_anew(tmp_path: Path) ->
             check_changes(store, since, None)
         with pytest.raises(CommitMissingError, match=r"commit 2 of .* was dropped by a rollback to commit 1: pass 1"):
             store.changed_rows("item", since=2)
-    assert train_shards(path, 3, 3, turn=1) == [None] * 3
+    train_on(path, 3, 3, turn=1)
     assert kept(path) == [7, 8, 9]
     assert kept_by_ranks(path) == [[7, 8, 9]] * 3
     assert sharded_world.roll_back(path, 7).id == 10
-    assert train_shards(path, 3, 1, turn=1) == [None] * 3
+    train_on(path, 3, 1, turn=1)
     assert kept(path) == [7, 10, 11]
 
 
@@ -229,25 +219,24 @@ def test_ranks_that_are_divided_anew_begin_their_commits_anew(tmp_path: Path) ->
 def test_a_store_with_a_pinned_commit_is_not_divided_anew(tmp_path: Path, num_ranks: int) -> None:
     """All ranks get the advice, and the store is unchanged; once it is unpinned it is divided."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 4, retention=2) == [None] * 2
+    train_on(path, 2, 4, retention=2)
     with tc.Store.open(path) as store:
         store.pin("best", 2)
-    bodies = [None] * num_ranks
-    errors = meet(num_ranks, lambda ranks: divide_anew(path, ranks, sharding_on(num_ranks, 1)))
+    errors = divide_among(path, num_ranks, 1)
     assert "has the pinned commits 'best', which resharding would drop: unpin them first" in sentences(errors)
     assert kept(path) == [2, 4]
-    assert train_shards(path, 2, 0) == [None] * 2
+    train_on(path, 2, 0)
     assert kept_by_ranks(path) == [[2, 3]] * 2  # a pin lists the same rows
     assert sorted(one.name for one in path.glob("rank-*")) == ["rank-1"]
     with tc.Store.open(path) as store:
         store.unpin("best")
-    assert meet(num_ranks, lambda ranks: divide_anew(path, ranks, sharding_on(num_ranks, 1))) == bodies
+    assert divide_among(path, num_ranks, 1) == [None] * num_ranks
     assert kept(path) == [6]
 
 
 def test_commands_read_pin_and_roll_back_a_store_of_several_ranks(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    assert train_shards(path, 3, 6, retention=3) == [None] * 3
+    train_on(path, 3, 6, retention=3)
     assert [one["id"] for one in told("info", path)["commits"]] == [3, 4, 5]
     for rank in told("info", path)["shards"]:
         assert rank["retention"] == 3
@@ -287,7 +276,7 @@ def test_commands_read_pin_and_roll_back_a_store_of_several_ranks(tmp_path: Path
 
     assert told("pin", path, "best", 4) == {"commit": 8, "name": "best", "pinned": 4}
     assert "pinned   commit 4 as 'best'" in run("info", path)
-    assert train_shards(path, 3, 4) == [None] * 3
+    train_on(path, 3, 4)
     assert kept(path) == [4, 10, 11, 12]
     run("diff", path, tmp_path / "one", "--from", 4)
     assert "no commit is pinned as 'best' anymore" in run("unpin", path, "best")
@@ -299,17 +288,17 @@ def test_commands_read_pin_and_roll_back_a_store_of_several_ranks(tmp_path: Path
 def test_verification_beside_a_training_says_what_it_checked(tmp_path: Path) -> None:
     """The commits that were kept when it began stay until all were read."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 3, retention=2) == [None] * 2
+    train_on(path, 2, 3, retention=2)
     told = list[list[Any]]()
 
-    def train_on(*_: int) -> None:
+    def go_on(*_: int) -> None:
         if not told:
             told.append(train_shards(path, 2, 3))
 
-    report = verify(path, progress=train_on)
+    report = verify(path, progress=go_on)
     assert told == [[None] * 2]
     assert (report["commits"], report["problems"]) == ([1, 2], [])
-    assert train_shards(path, 2, 0) == [None] * 2
+    train_on(path, 2, 0)
     assert kept_by_ranks(path) == [[4, 5]] * 2
 
 
@@ -353,9 +342,9 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 def test_what_changed_since_a_commit_is_what_was_trained_since(tmp_path: Path, num_ranks: int) -> None:
     """Whole rows of every sharding, since every commit that is kept, at any of them; after a rollback too."""
     path = tmp_path / "s"
-    assert train_shards(path, num_ranks, 6, retention=4) == [None] * num_ranks
+    train_on(path, num_ranks, 6, retention=4)
     sharded_world.ahead(path, num_ranks, 0)
-    assert train_shards(path, num_ranks, 1) == [None] * num_ranks
+    train_on(path, num_ranks, 1)
     for turn in range(2):
         with tc.Store.open(path, mode="r") as newest:
             for at in newest.commits:
@@ -373,12 +362,12 @@ def test_what_changed_since_a_commit_is_what_was_trained_since(tmp_path: Path, n
                 with pytest.raises(CommitMissingError, match=f"commit {since} of .* was dropped by a rollback to"):
                     list(newest.changes("item", since=since))
         sharded_world.roll_back(path, 4)
-        assert train_shards(path, num_ranks, 1) == [None] * num_ranks
+        train_on(path, num_ranks, 1)
 
 
 def test_changes_of_slices_read_the_keys_of_each_rank_a_few_times(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    assert train_shards(path, 2, 7) == [None] * 2
+    train_on(path, 2, 7)
     with tc.Store.open(path, mode="r") as store:
         first, other = store.ranks
         rows = store.live_rows("word")

@@ -9,9 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.dist.meeting import meet
-from tests.dist.sharded_world import advance, check_shards, opened, sentences, take, train_shards
+from tests.dist.sharded_world import (
+    ShardWorld,
+    advance,
+    check_shards,
+    on_ranks,
+    sentences,
+    take,
+    train_on,
+    train_shards,
+)
 from tests.files import files_of
+from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import RankError
 from tiercache.store import Cursor, Store, StoreError, StoreInUseError, verify
 
@@ -64,20 +73,18 @@ OF_A_RANK = (of_a_rank(a_backup), another_stores_rank, of_a_rank(gone), of_a_ran
 def trained(path: Path, engine: str, between: Callable[[Path], None]) -> list[Any]:
     """Train two commits on two ranks, call ``between``, and try another commit; return each rank's error."""
 
-    def body(ranks: Any) -> None:
-        shards, world = opened(path, ranks, engine=engine)
-        with shards:
-            for _ in range(2):
-                take(shards, world)
-            ranks.all_gather_object(None)
-            if ranks.rank == 0:
-                between(path)
-            ranks.all_gather_object(None)
-            with ranks.raise_on_all("training"):
-                after = advance(shards.store, world, shards.cursor)
-            shards.publish(after)
+    def body(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:
+        for _ in range(2):
+            take(shards, world)
+        ranks.all_gather_object(None)
+        if ranks.rank == 0:
+            between(path)
+        ranks.all_gather_object(None)
+        with ranks.raise_on_all("training"):
+            after = advance(shards.store, world, shards.cursor)
+        shards.publish(after)
 
-    return meet(2, body)
+    return on_ranks(path, 2, body, engine=engine)
 
 
 @pytest.mark.sampled(4)
@@ -88,7 +95,7 @@ def test_ranks_whose_store_was_moved_write_nothing_there(
 ) -> None:
     """All of them end with an error; the store at the path and the moved one open at their commits."""
     path, held = tmp_path / "s", dict[str, bytes]()
-    assert train_shards(tmp_path / "other", 2, 4, engine=engine) == [None] * 2
+    train_on(tmp_path / "other", 2, 4, engine=engine)
 
     def between(path: Path) -> None:
         change(path)
@@ -99,21 +106,12 @@ def test_ranks_whose_store_was_moved_write_nothing_there(
     if change in {a_backup, another_store}:
         assert files_of(path) == held
     if change is no_marker:
-        held.clear()
-        (path / "store.json").write_text(json.dumps(marker_of(tmp_path / "other") | {"id": rank_of(path)["store"]}))
+        other, rank = (json.loads((at / "store.json").read_text()) for at in (tmp_path / "other", path / "rank-1"))
+        (path / "store.json").write_text(json.dumps(other | {"id": rank["store"]}))
     for folder in (path, tmp_path / "away"):
         if folder.exists():
             assert verify(folder)["problems"] == []
     check_shards(tmp_path / "away" if change in {a_backup, another_store, gone} else path, Cursor(1))
-
-
-def marker_of(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((path / "store.json").read_text())
-    return found
-
-
-def rank_of(path: Path) -> dict[str, Any]:
-    return marker_of(path / "rank-1")
 
 
 @pytest.mark.sampled(4)
@@ -124,7 +122,7 @@ def test_ranks_of_which_one_was_moved_make_no_commit(
 ) -> None:
     """All of them end with an error, and nothing is written in its place; put back, the store is at its commit."""
     path, held = tmp_path / "s", dict[str, bytes]()
-    assert train_shards(tmp_path / "other", 2, 4, engine=engine) == [None] * 2
+    train_on(tmp_path / "other", 2, 4, engine=engine)
 
     def between(path: Path) -> None:
         held["marker"] = (path / "rank-1" / "store.json").read_bytes()
@@ -142,8 +140,7 @@ def test_ranks_of_which_one_was_moved_make_no_commit(
         (path / "away").rename(path / "rank-1")
     (path / "rank-1" / "store.json").write_bytes(marker)
     check_shards(path, Cursor(1))
-    assert train_shards(path, 2, 1) == [None] * 2
-    check_shards(path, Cursor(1, 5))
+    train_on(path, 2, 1, Cursor(1, 5))
     assert verify(path)["problems"] == []
 
 
@@ -153,8 +150,8 @@ def test_ranks_of_which_one_was_moved_make_no_commit(
 def test_ranks_do_not_write_over_a_head_that_something_else_wrote(tmp_path: Path, change: str, rank: int) -> None:
     """It stays, and no rank continues; engine LMDB has its head in a file that it keeps open."""
     path, kept = tmp_path / "s", dict[str, bytes]()
-    assert train_shards(tmp_path / "other", 2, 5, engine="zarr") == [None] * 2
-    assert train_shards(path, 2, 2, engine="zarr") == [None] * 2
+    train_on(tmp_path / "other", 2, 5, engine="zarr")
+    train_on(path, 2, 2, engine="zarr")
     inside = Path("rank-1" if rank else ".") / "heads"
     shutil.copytree(path / inside, tmp_path / "older")
 
@@ -202,18 +199,15 @@ def test_a_rank_keeps_out_a_training_when_rank_0_is_gone(tmp_path: Path, engine:
     """By its lock and its marker, whatever was deleted."""
     path, refused = tmp_path / "s", list[Any]()
 
-    def body(ranks: Any) -> None:
-        shards, world = opened(path, ranks, engine=engine)
-        with shards:
-            take(shards, world)
-            ranks.all_gather_object(None)
-            if ranks.rank == 0:
-                shards.close()
-                (path / "rank-1" / "writer.lock").unlink()
-                refused.extend(train_shards(path, 2, 1))
-            ranks.all_gather_object(None)
+    def body(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:
+        take(shards, world)
+        ranks.all_gather_object(None)
+        if ranks.rank == 0:
+            shards.close()
+            (path / "rank-1" / "writer.lock").unlink()
+            refused.extend(train_shards(path, 2, 1))
+        ranks.all_gather_object(None)
 
-    assert meet(2, body) == [None, None]
+    assert on_ranks(path, 2, body, engine=engine) == [None, None]
     assert [type(error) for error in refused] == [RankError, StoreInUseError]
-    assert train_shards(path, 2, 1) == [None] * 2
-    check_shards(path, Cursor(1))
+    train_on(path, 2, 1, Cursor(1))

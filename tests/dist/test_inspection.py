@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.cli.command import error_of, run, told
-from tests.dist.meeting import meet
-from tests.dist.sharded_world import TABLES, expected, opened, sharding_on, take, train_shards, world_of
+from tests.dist.sharded_world import TABLES, ShardWorld, expected, on_ranks, sharding_on, take, train_on, world_of
 from tests.dist.test_sharded_store import go_on as go_on_elsewhere
+from tiercache.dist.shard_writer import ShardWriter
 from tiercache.store import (
     CorruptStoreError,
     Cursor,
@@ -30,7 +30,7 @@ from tiercache.store.verification import Verification
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    assert train_shards(tmp_path / "s", 3, 4) == [None] * 3
+    train_on(tmp_path / "s", 3, 4)
     return tmp_path / "s"
 
 
@@ -66,7 +66,7 @@ def test_info_counts_every_row_once(path: Path) -> None:
 def test_info_of_a_store_on_other_disks(tmp_path: Path) -> None:
     path = tmp_path / "s"
     disks = [path, tmp_path / "a", tmp_path / "b"]
-    assert train_shards(path, 3, 4, shard_dirs=disks) == [None] * 3
+    train_on(path, 3, 4, shard_dirs=disks)
     found = info(path)
     assert found["folders"] == [str(path), str(tmp_path / "a" / "rank-1"), str(tmp_path / "b" / "rank-2")]
     blocks = sum(file.stat().st_blocks for file in tmp_path.rglob("*") if file.is_file())
@@ -75,7 +75,7 @@ def test_info_of_a_store_on_other_disks(tmp_path: Path) -> None:
 
 
 def test_info_of_a_store_without_a_commit(tmp_path: Path) -> None:
-    assert train_shards(tmp_path / "s", 2, 0) == [None, None]
+    train_on(tmp_path / "s", 2, 0)
     assert (info(tmp_path / "s")["commit"], info(tmp_path / "s")["commits"]) == (None, [])
     assert "commit   none yet\n  rows     0, " in run("info", tmp_path / "s")
     assert "is intact" in run("verify", tmp_path / "s")
@@ -110,17 +110,15 @@ def test_rows_that_belong_to_other_ranks_are_problems(tmp_path: Path, engine: st
     """Even if no byte is damaged; and slices of a table with different keys."""
     path = tmp_path / "s"
 
-    def body(ranks: Any) -> None:
-        shards, world = opened(path, ranks, engine=engine)
+    def body(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:
         other = world_of(sharding_on(3), 1 - ranks.rank) if ranks.rank < 2 else world
         for keys, others in zip(world.passes, other.passes, strict=True):
             keys["item"] = others["item"]
             keys["word"] = keys["word"][ranks.rank :]
-        with shards:
-            for _ in range(4):
-                take(shards, world)
+        for _ in range(4):
+            take(shards, world)
 
-    assert meet(3, body) == [None] * 3
+    assert on_ranks(path, 3, body, engine=engine) == [None] * 3
     found = verify(path)["problems"]
     for words in (
         "rank 0 of the store at .* has rows of table 'item' that the sharding gives to other ranks: restore",
@@ -145,7 +143,7 @@ def test_a_training_beside_verification_is_no_damage(
 ) -> None:
     """After the store was opened, or one rank was verified, or both: older commits go, or ranks do."""
     path, calls, told = tmp_path / "s", [0], list[dict[str, Any]]()
-    assert train_shards(path, 2, 4, engine=engine, retention=3) == [None] * 2
+    train_on(path, 2, 4, engine=engine, retention=3)
 
     def counted(plain: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:

@@ -81,13 +81,6 @@ def stop(t: Training, *, ranks: tuple[int, ...] = (0, 1)) -> None:
             p.stop()
 
 
-def two_rounds(t: Training) -> None:
-    for p in t.cache.passes(epochs=1):
-        for _ in range(2):
-            for batch in p.batches(16):
-                t.step(batch)
-
-
 def other_optimizer(t: Training) -> None:
     """Train with an optimizer that no cache has, on one rank."""
     if t.rank:
@@ -116,10 +109,7 @@ def empty_loaders(t: Training) -> None:
 
 
 LOOPS: dict[str, tuple[Callable[[Training], object], str, int]] = {
-    "counted": (lambda t: [p.num_samples for p in t.cache.passes(epochs=1)], "pass 0 ended after 0 batches", 0),
     "max_steps": (max_steps, "pass 1 ended after 2 batches with 32 of its 48 samples", 1),
-    "a metric": (every_batch(lambda t, batch: t.model(batch)), "pass 0 ended with 3 batches looked up", 0),
-    "two rounds": (two_rounds, "pass 0 was iterated again", 0),
     "another optimizer": (other_optimizer, "no optimizer of this cache has stepped", 0),
     "stopped on one rank": (lambda t: stop(t, ranks=(1,)), "called on some ranks but not on others in pass 1", 1),
     "skipped": (skip, "", 2),

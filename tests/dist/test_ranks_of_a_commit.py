@@ -12,7 +12,7 @@ from typing import Any
 import google_crc32c
 import pytest
 
-from tests.dist.sharded_world import TABLES, check_shards, sentences, train_shards
+from tests.dist.sharded_world import TABLES, check_shards, sentences, train_on, train_shards
 from tests.files import files_of
 from tests.store.damage import DEEP, assert_sentence, damaged, generator_of, lie, plant, records_of
 from tests.store.damage import opened as opened_record
@@ -34,7 +34,7 @@ def whole_engine(path: Path, rank: int, engine: str) -> Any:
 def record(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("ranks")
     path = folder / "s"
-    assert train_shards(path, 3, 4, retention=2, shard_dirs=[path, path, folder / "disk ü"]) == [None] * 3
+    train_on(path, 3, 4, retention=2, shard_dirs=[path, path, folder / "disk ü"])
     engine = whole_engine(path, 0, "lmdb")
     name = engine.newest().name
     found: bytes = records_of(engine)[name]
@@ -200,7 +200,7 @@ def test_a_commit_whose_ranks_are_others_is_not_trained(
     tmp_path: Path, engine: str, change: Callable[..., None], words: str
 ) -> None:
     path = tmp_path / "s"
-    assert train_shards(path, 3, 4, engine=engine) == [None] * 3
+    train_on(path, 3, 4, engine=engine)
     planted(path, engine, change)
     held = blobs_of(path)
     errors = train_shards(path, 3, 1)
@@ -217,7 +217,7 @@ def test_a_commit_whose_ranks_are_others_is_not_trained(
 def test_a_sharding_that_the_lists_of_ranks_do_not_fit_is_refused(tmp_path: Path, engine: str) -> None:
     """The tables of ranks would have other columns: such rows are neither trained nor read."""
     path = tmp_path / "s"
-    assert train_shards(path, 3, 4, engine=engine) == [None] * 3
+    train_on(path, 3, 4, engine=engine)
     planted(path, engine, put("sharding", "tables", "word", to={"kind": "row_wise"}))
     held = blobs_of(path)
     assert "has a different sharding" in sentences(train_shards(path, 3, 1))
@@ -246,7 +246,7 @@ def blobs_of(path: Path) -> dict[str, bytes]:
 def test_markers_of_any_bytes_are_refused_in_a_sentence(tmp_path: Path) -> None:
     """Nothing is deleted in a folder without a marker, or with another store's or rank's."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 2) == [None] * 2
+    train_on(path, 2, 2)
     folder, marker, id_ = path / "rank-1", path / "rank-1" / "store.json", store_id(path)
     (folder / "rows").touch()
     written = marker.read_bytes()
@@ -281,7 +281,7 @@ def test_markers_of_any_bytes_are_refused_in_a_sentence(tmp_path: Path) -> None:
 
 def test_a_rank_is_deleted_by_several_at_once_and_whatever_is_made_there_meanwhile(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    assert train_shards(path, 2, 2) == [None] * 2
+    train_on(path, 2, 2)
     id_, ended = store_id(path), threading.Event()
     place = RankFolder(path, "/".join((str(tmp_path / "disk"), "rank-1")), 1, id_)
 

@@ -16,12 +16,13 @@ from tests.dist.sharded_world import (
     TABLES,
     WHOLE,
     check_shards,
-    divide_anew,
+    divide_among,
     expected,
     old_shards,
     one_store,
     sentences,
     sharding_on,
+    train_on,
     train_shards,
     whole_row,
 )
@@ -171,29 +172,6 @@ def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
             assert after != (14, 0) or assert_same_bits(end, result_of(shards.store, passes, model)) is None
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("cursor", [(0, 40), (3, 16), (7, 48), (8, 0)])
-def test_fewer_devices_go_on_with_smaller_passes(tmp_path: Path, cursor: tuple[int, int]) -> None:
-    """Passes are split at aligned samples, and the new shards continue from the middle of an old one."""
-    case = one_case(shuffle=False)
-    passes = case.cut(tmp_path / "passes")
-    sharded(tmp_path / "sharded", case, passes, cursor)
-    split = tc.repartition(passes, tmp_path / "split", rows=60, batch_multiple=8)
-    assert len(split) >= 2 * len(passes)
-    with Store.open(None, tables=case.tables, engine=MemoryEngine()) as plain:
-        end = result_of(plain, passes, train_to_cursor(plain, passes, case, (10, 0), seed=1))
-
-    def body(ranks: Any) -> Any:
-        with made(tmp_path / "sharded", split, ways(2, 1), ranks) as shards:
-            return shards.cursor
-
-    on_ranks(2, body)
-    with made(tmp_path / "sharded", split, ways(1, 1), communicator_of()) as shards:
-        share = ShardView(split, ways(1, 1), 0)
-        model = train_to_cursor(shards.store, share, case, (2 * len(split), 0), shards=shards)
-        assert_same_bits(end, result_of(shards.store, passes, model))
-
-
 def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_path: Path) -> None:
     case = one_case(shuffle=True)
     passes, path = case.cut(tmp_path / "passes"), tmp_path / "sharded"
@@ -293,7 +271,7 @@ def test_a_rank_that_fails_ends_the_work_of_the_others(tmp_path: Path, monkeypat
 def test_folders_of_a_division_that_ended_early_go_with_the_next_opening(tmp_path: Path, num_ranks: int) -> None:
     """Also those on other disks, which no commit names."""
     path, disk = tmp_path / "s", tmp_path / "disk"
-    assert train_shards(path, 2, 2) == [None] * 2
+    train_on(path, 2, 2)
 
     def body(ranks: Any) -> None:
         with ShardWriter.divide(path, TABLES, sharding_on(3), ranks, shard_dirs=[path, disk, disk]):
@@ -305,7 +283,7 @@ def test_folders_of_a_division_that_ended_early_go_with_the_next_opening(tmp_pat
     if num_ranks == 1:
         Store.open(path).close()
     else:
-        assert train_shards(path, 2, 0) == [None] * 2
+        train_on(path, 2, 0)
     assert [*disk.iterdir(), *path.glob("other-ranks*")] == []
     check_shards(path, Cursor(1))
 
@@ -315,17 +293,17 @@ def test_folders_of_old_ranks_that_stay_go_with_the_next_opening(
 ) -> None:
     """The commit of the new ranks is valid, although a disk refused to delete the old ones' data."""
     path, disk = tmp_path / "s", tmp_path / "disk"
-    assert train_shards(path, 3, 2, shard_dirs=[path, disk, disk]) == [None] * 3
+    train_on(path, 3, 2, shard_dirs=[path, disk, disk])
 
     def failing(_: RankFolder) -> None:
         raise PermissionError("the disk is read-only")
 
     with monkeypatch.context() as patch:
         patch.setattr(RankFolder, "delete", failing)
-        assert meet(2, lambda ranks: divide_anew(path, ranks, sharding_on(2))) == [None] * 2
+        assert divide_among(path, 2) == [None] * 2
     assert {folder.name for folder in disk.iterdir()} == {"rank-1", "rank-2"}
     check_shards(path, Cursor(1))
-    assert train_shards(path, 2, 0) == [None] * 2
+    train_on(path, 2, 0)
     assert [*disk.iterdir(), *path.glob("other-ranks*")] == []
     check_shards(path, Cursor(1))
 
@@ -333,8 +311,7 @@ def test_folders_of_old_ranks_that_stay_go_with_the_next_opening(
 def test_folders_get_names_that_commits_can_read(tmp_path: Path) -> None:
     """For folders of any name; one that cannot be printed is refused before anything is made."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 1, shard_dirs=[path, tmp_path / "x" / ".." / "disk"]) == [None] * 2
-    check_shards(path, Cursor(0))
+    train_on(path, 2, 1, Cursor(0), shard_dirs=[path, tmp_path / "x" / ".." / "disk"])
     assert newest_record(path).folders == (".", str(tmp_path / "disk" / "rank-1"))
     found = train_shards(tmp_path / "t", 2, 1, shard_dirs=[tmp_path / "t", tmp_path / "a\nb"])
     assert "pass a folder with a printable name" in sentences(found)

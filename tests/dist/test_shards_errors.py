@@ -10,15 +10,16 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.cli.command import error_of
-from tests.dist.meeting import meet
 from tests.dist.sharded_world import (
     TABLES,
+    ShardWorld,
     check_shards,
-    divide_anew,
-    opened,
+    divide_among,
+    on_ranks,
     sentences,
     sharding_on,
     take,
+    train_on,
     train_shards,
 )
 from tests.files import files_of
@@ -69,20 +70,20 @@ def damage(path: Path, what: str, engine: str) -> None:
         case "no marker":
             marker.unlink()
         case "another store":
-            assert train_shards(backup, 3, 4, engine=engine) == [None] * 3
+            train_on(backup, 3, 4, engine=engine)
             put_back(backup / "rank-1", folder)
         case "another rank":
             put_back(path / "rank-2", folder)
         case "a whole store":
-            assert train_shards(backup, 1, 4, engine=engine) == [None]
+            train_on(backup, 1, 4, engine=engine)
             put_back(backup, folder)
         case "older":
             shutil.copytree(folder, backup)
-            assert train_shards(path, 3, 4) == [None] * 3
+            train_on(path, 3, 4)
             put_back(backup, folder)
         case "newer":
             shutil.copytree(path, backup)
-            assert train_shards(path, 3, 4) == [None] * 3
+            train_on(path, 3, 4)
             folder.rename(path.parent / "kept")
             put_back(backup, path)
             put_back(path.parent / "kept", folder)
@@ -135,7 +136,7 @@ WRONG: dict[str, tuple[type[Exception], str]] = {
 def test_a_rank_that_does_not_belong_is_one_error_for_all(tmp_path: Path, what: str, engine: str) -> None:
     """For those who train, read, verify or divide the store, and who open it alone; no file is changed."""
     path, (kind, words) = tmp_path / "s", WRONG[what]
-    assert train_shards(path, 3, 4, engine=engine) == [None] * 3
+    train_on(path, 3, 4, engine=engine)
     damage(path, what, engine)
     held = unlocked(path)
     assert_refused(train_shards(path, 3, 1), kind, words)
@@ -147,7 +148,7 @@ def test_a_rank_that_does_not_belong_is_one_error_for_all(tmp_path: Path, what: 
     for command in ("info", "verify"):
         assert re.search(words, error_of(command, path))
     assert unlocked(path) == held
-    assert_refused(meet(2, lambda ranks: divide_anew(path, ranks, sharding_on(2, 1))), kind, words)
+    assert_refused(divide_among(path, 2, 1), kind, words)
     if what not in {"older", "newer"}:
         held = {name: data for name, data in held.items() if name.startswith("rank-1")}
         assert {name: data for name, data in unlocked(path).items() if name.startswith("rank-1")} == held
@@ -170,21 +171,18 @@ def test_one_training_at_a_time(tmp_path: Path) -> None:
     """The whole store has a lock, and each rank its own: if rank 0 is gone and others still write."""
     path = tmp_path / "s"
 
-    def body(ranks: Any) -> None:
-        shards, world = opened(path, ranks)
-        with shards:
-            take(shards, world)
-            ranks.all_gather_object(None)
-            if ranks.rank == 0:
-                errors = train_shards(path, 2, 0)
-                assert isinstance(errors[0], StoreInUseError)
-                assert "is being written by process" in sentences(errors)
-                with pytest.raises(StoreInUseError):
-                    Store.open(path)
-            ranks.all_gather_object(None)
+    def body(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:
+        take(shards, world)
+        ranks.all_gather_object(None)
+        if ranks.rank == 0:
+            errors = train_shards(path, 2, 0)
+            assert isinstance(errors[0], StoreInUseError)
+            assert "is being written by process" in sentences(errors)
+            with pytest.raises(StoreInUseError, match=r"the store at .*/s is being written by process"):
+                Store.open(path)
         ranks.all_gather_object(None)
 
-    assert meet(2, body) == [None, None]
+    assert on_ranks(path, 2, body) == [None, None]
     other = open_folder(path / "rank-1", TABLES, "lmdb", "a", None, create=False)
     errors = train_shards(path, 2, 0)
     assert isinstance(errors[1], StoreInUseError)
@@ -192,20 +190,19 @@ def test_one_training_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(StoreInUseError, match="rank-1 is being written by process"):
         Store.open(path)
     for num_ranks in (1, 2, 3):
-        errors = meet(num_ranks, lambda ranks: divide_anew(path, ranks, sharding_on(ranks.size, 1)))
+        errors = divide_among(path, num_ranks, 1)
         assert isinstance(errors[min(1, num_ranks - 1)], StoreInUseError)
         assert "rank-1 is being written by process" in sentences(errors)
     other.close()
     check_shards(path, Cursor(0))
-    assert train_shards(path, 2, 1) == [None] * 2
-    check_shards(path, Cursor(1))
+    train_on(path, 2, 1, Cursor(1))
 
 
 @ENGINES
 def test_the_rows_of_a_rank_are_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     """Under any name and path: it cannot be written, read or made a store."""
     path, disk = tmp_path / "s", tmp_path / "disk 1"
-    assert train_shards(path, 2, 4, shard_dirs=[path, disk], engine=engine) == [None] * 2
+    train_on(path, 2, 4, shard_dirs=[path, disk], engine=engine)
     folder = disk / "rank-1"
     (tmp_path / "link").symlink_to(folder)
     monkeypatch.chdir(folder)
@@ -220,8 +217,7 @@ def test_the_rows_of_a_rank_are_no_store(tmp_path: Path, monkeypatch: pytest.Mon
         assert CliRunner().invoke(app, ["compact", str(place)]).exit_code != 0
         assert words in sentences(train_shards(Path(place).absolute(), 1, 1))
     assert files_of(folder) == held
-    assert train_shards(path, 2, 1) == [None] * 2
-    check_shards(path, Cursor(3))
+    train_on(path, 2, 1, Cursor(3))
 
     for text in ("", "[]", '{"format": "mine"}'):  # a damaged marker
         (folder / "store.json").write_text(text)
@@ -238,7 +234,7 @@ def test_the_rows_of_a_rank_are_no_store(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_is_asked_wrongly_is_one_error(tmp_path: Path) -> None:
     """Another number of ranks, another sharding, other tables, another engine, something else at the path."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 2) == [None] * 2
+    train_on(path, 2, 2)
     for num_ranks, options, kind, words in (
         (3, {}, StateError, "has the rows of 2 ranks, but 3 were started: start 2, or reshard it for 3 first"),
         (1, {}, StateError, "has the rows of 2 ranks, but 1 were started: start 2, or reshard it for 1 first"),
@@ -252,7 +248,7 @@ def test_what_is_asked_wrongly_is_one_error(tmp_path: Path) -> None:
     errors = train_shards(path, 2, 0, engine="zarr")
     assert isinstance(errors[0], ValueError)
     assert "was created with engine 'lmdb', not 'zarr': omit engine" in sentences(errors)
-    errors = meet(2, lambda ranks: divide_anew(tmp_path / "new", ranks, sharding_on(2, 1)))
+    errors = divide_among(tmp_path / "new", 2, 1)
     assert "has no commit yet: there is nothing to divide" in sentences(errors)
     with pytest.raises(TableMismatchError, match=r"the store at .* has a table 'item' that was not given: pass"):
         ShardWriter.open(path, TABLES[1:], ShardingPlan.of_one(TABLES[1:]), communicator_of())
