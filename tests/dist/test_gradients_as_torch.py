@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
-from tests.dist.trainings import OPTIONS, stored
+from tests.dist.trainings import OPTIONS, step_by, stored
 from tests.train.cases import SPECS, Case, table
 from tests.train.test_plain_keys import MODELS, PASSES, STEPS, World
 from tiercache.errors import StateError
@@ -236,9 +236,7 @@ def plain(ranks: AnyCommunicator, folder: str, name: str, *, wrong: str) -> dict
                         model.two(mine)
                 if wrong == "other order" and ranks.rank == 0:
                     model.two(mine)
-                model(mine).square().mean().backward()
-                cache.optimizer.step()
-                cache.optimizer.zero_grad()
+                step_by(cache, model(mine).square().mean())
                 with torch.no_grad():
                     model(torch.arange(100, 106).view(2, 3) + p.index)
     except tc.errors.RankError as caught:
@@ -351,9 +349,7 @@ def without_store(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
     cache.register(bag=bag)
     for p in cache.passes(epochs=1):
         for batch in p.batches(16):
-            bag(batch).square().mean().backward()
-            cache.optimizer.step()
-            cache.optimizer.zero_grad()
+            step_by(cache, bag(batch).square().mean())
     return {"sum": float(cache.live_rows().fields(SPECS[0].table, np.arange(30))[0].sum())}
 
 
@@ -375,9 +371,7 @@ def train_model(ranks: AnyCommunicator, folder: str, name: str) -> dict[str, Any
         for p in cache.passes(epochs=1):
             for one, _ in world.batches[p.sub_dataset][ranks.rank :: ranks.size]:
                 loss = model(*one)
-                loss.backward()
-                cache.optimizer.step()
-                cache.optimizer.zero_grad()
+                step_by(cache, loss)
                 losses.append(loss.item())
     return {"losses": losses}
 
@@ -406,9 +400,7 @@ def validate_alone(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
         cache.register(model=model)
         for p in cache.passes(epochs=1):
             for some in torch.arange(36).view(4, 3, 3):
-                model(some).square().mean().backward()
-                cache.optimizer.step()
-                cache.optimizer.zero_grad()
+                step_by(cache, model(some).square().mean())
             if ranks.rank == 0 and p.index == 2:
                 with tc.Store.open(Path(folder) / "m.tc", mode="r") as store:
                     known = store.lookup("one", keys.numpy(), missing="initial")["vector"]

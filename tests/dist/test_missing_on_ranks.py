@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tiercache as tc
-from tests.dist.trainings import OPTIONS
+from tests.dist.trainings import OPTIONS, step_by
 
 if TYPE_CHECKING:
     from tests.dist.pool import RanksPool
@@ -34,9 +34,7 @@ def read(ranks: AnyCommunicator, folder: str, *, sizes: list[int], ended: bool) 
                 batch = p.batch(None if ended and not size else {"a": keys}, missing=choices[ranks.rank])
                 assert batch is not None
                 vectors = rows(batch)["a"]
-                (vectors.sum() * batch.weight).backward()
-                cache.optimizer.step()
-                cache.optimizer.zero_grad()
+                step_by(cache, vectors.sum() * batch.weight)
                 if p.index:
                     found.append([choices, size, float(vectors[0, 0])])
     return found

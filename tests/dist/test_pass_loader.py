@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import tiercache as tc
 from tests.dist.pool import RanksPool, RunFailedError
-from tests.dist.trainings import assert_same_rows, stored
+from tests.dist.trainings import assert_same_rows, step_by, stored
 from tests.train.recorded import ITEMS, SAMPLES, USERS, Clicks
 from tiercache.dist.communicator import AnyCommunicator
 
@@ -38,9 +38,7 @@ def run(data: str, store: str, stop: int | None = None, batch_size: int = 20, **
     with tc.TierCache(store, data, model=model, **OPTIONS | options) as cache:
         for p in cache.passes(epochs=2):
             for user, items, _, label in p.loader(Clicks(), batch_size, shuffle=True):
-                nn.functional.mse_loss(model(user, items), label).backward()
-                cache.optimizer.step()
-                cache.optimizer.zero_grad()
+                step_by(cache, nn.functional.mse_loss(model(user, items), label))
                 done, samples = done + 1, samples + len(label)
                 if done == stop:
                     cache.commit()

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tiercache as tc
 from tests.dist.test_gradients_as_torch import CASE, Net, opened
-from tests.dist.trainings import OPTIONS
+from tests.dist.trainings import OPTIONS, step_by
 from tests.train.cases import table
 from tiercache.errors import RankError, StateError
 
@@ -61,9 +61,7 @@ def resume_sharded(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
         model, local = sharded(ranks, cache)
         for p in cache.passes(epochs=1):
             for batch in p.batches(16):
-                (model(batch).square().mean() * batch.weight).backward()
-                cache.optimizer.step()
-                cache.optimizer.zero_grad()
+                step_by(cache, model(batch).square().mean() * batch.weight)
         trained = local()
     return {"trained": trained, "restored": restored(ranks, folder)}
 
@@ -111,9 +109,7 @@ def commit_within(ranks: AnyCommunicator, folder: str, *, restarts: bool) -> dic
         for p in cache.passes(epochs=1):
             begin = p.start_batch, p.start_sample
             for step in range(p.start_batch, 4):
-                module(keys[step, slice(0, 2) if ranks.rank == 0 else slice(2, 8)]).sum().backward()
-                cache.optimizer.step()
-                cache.optimizer.zero_grad()
+                step_by(cache, module(keys[step, slice(0, 2) if ranks.rank == 0 else slice(2, 8)]).sum())
                 if step == 1 and not restarts:
                     cache.commit()
                     p.stop()

@@ -88,6 +88,13 @@ def step(batches: Iterable[tc.Batch], model: nn.Module, optimizer: torch.optim.O
     optimizer.zero_grad()
 
 
+def step_by(cache: tc.TierCache, loss: torch.Tensor) -> None:
+    """Step all that the cache trains by the gradients of a loss."""
+    loss.backward()
+    cache.optimizer.step()
+    cache.optimizer.zero_grad()
+
+
 def trained(
     cache: tc.TierCache, case: Case, tracked: tuple[nn.Module, torch.optim.Optimizer] | None = None
 ) -> Iterator[tuple[tc.Pass, int]]:
