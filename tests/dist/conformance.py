@@ -57,6 +57,8 @@ class Entry:
     """Features that are looked up without a gradient: their rows are not stepped."""
     twice: bool = False
     """True if two modules look up the same features."""
+    by_rows: bool = False
+    """True if modules announce weights for all features, so that no owner pools them."""
     exact: bool = False
     """True if the loss makes gradients whole numbers, so that no sum is rounded."""
     rates: Mapping[int, tuple[float, tuple[str, ...] | None]] = field(default_factory=dict)
@@ -126,7 +128,9 @@ class Model(nn.Module):
         modes = {spec.name: spec.mode for spec in pooled}
         self.weighted = [spec.name for spec in pooled if spec.weighted and entry.read_by == "rank"]
         self.bags = nn.ModuleList(
-            tc.EmbeddingBagCollection(cache.schema, list(modes), mode=modes, weighted=self.weighted)
+            tc.EmbeddingBagCollection(
+                cache.schema, list(modes), mode=modes, weighted=list(modes) if entry.by_rows else self.weighted
+            )
             for _ in range(1 + entry.twice)
         )
         self.single = tc.EmbeddingCollection(cache.schema, list(entry.singles))
@@ -188,12 +192,13 @@ def run(
     Returns by batch the looked-up vectors and the gradients of weights, and the dense weights.
     """
     model, trained, optimizer = ready or tracked(cache, entry, size)
-    step, outputs, weights = 0, [], []
+    step, outputs, weights, pooled = 0, [], [], set[str]()
     for p in cache.passes(epochs=entry.epochs):
         held = 0
         for batch in p.batches(entry.batch, shuffle=entry.shuffle, read_by=entry.read_by):
             (trained(batch) * batch.weight).backward()
             counted = bool(batch.weight)
+            pooled |= {*batch.pooled}
             outputs.append([one.numpy()[: None if counted else 0].copy() for one in model.looked_up])
             weights.append([one.grad.numpy()[: None if counted else 0] / size for one in model.weights])
             held += 1
@@ -213,7 +218,7 @@ def run(
                 cache.commit()
             each_step(step)
     found = {f"dense.{name}": value.numpy().copy() for name, value in model.state_dict().items()}
-    return found | {"outputs": outputs, "weights": weights}
+    return found | {"outputs": outputs, "weights": weights, "pooled": sorted(pooled)}
 
 
 def known(name: str | dict[str, Any]) -> Entry:

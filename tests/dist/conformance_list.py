@@ -81,6 +81,20 @@ EVERYTHING = Entry(
     sharding=ALL, accumulate=2, singles=("list", "last"),
 )  # fmt: skip
 
+POOLED = Entry(
+    **tables_of(((3000, 5), (3000, 15), (3000, 16), (3000, 16)), *RULES),
+    specs=(
+        Spec(name="one", table="t0"), Spec(name="mean", table="t0", hotness="ragged", mode="mean"),
+        Spec(name="weighted", table="t1", hotness="ragged", weighted=True),
+        Spec(name="list", table="t1", hotness="multi_hot", length=6, mode="mean"),
+        Spec(name="ragged", table="t2", hotness="ragged"), Spec(name="other", table="t2"),
+        Spec(name="max", table="t3", hotness="multi_hot", length=4, mode="max"),
+        Spec(name="sum", table="t3", hotness="multi_hot", length=4),
+    ),
+    sharding=in_turn("table_wise"), num_samples=113, pass_samples=60, accumulate=2, epochs=2, twice=True,
+)  # fmt: skip
+"""Enough keys that nearly all rows of a batch are unique; the last batch of a pass leaves ranks without samples."""
+
 MERLIN = {
     "basic": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=strategy("basic")),
     "row slices": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=in_turn("row_wise")),
@@ -203,11 +217,16 @@ BEYOND = {
         sharding=in_turn("row_wise", "column_wise", "data_parallel", "table_wise", "column_wise"),
     ),
     "everything at once": EVERYTHING,
+    "pooled by owners": POOLED,
+    "pooled by owners of column slices": replace(POOLED, sharding=in_turn("column_wise")),
 }  # fmt: skip
 BEYOND |= {
     f"{name}, read by owner": replace(BEYOND[name], read_by="owner")
-    for name in ("empty bags", "shared tables in column slices", "batches of one sample", "everything at once")
-}
+    for name in (
+        "empty bags", "shared tables in column slices", "batches of one sample", "everything at once",
+        "pooled by owners", "pooled by owners of column slices",
+    )
+}  # fmt: skip
 
 EXACT = Entry(
     **tables_of(
@@ -231,7 +250,7 @@ OTHERS = {
         sharding=in_turn("table_wise", "row_wise", "data_parallel", "row_wise"),
     ),
     "many steps": replace(EVERYTHING, num_samples=640, pass_samples=160, epochs=5, singles=()),
-    "three epochs": replace(EVERYTHING, epochs=3),
+    "pooled nowhere": replace(POOLED, by_rows=True),
     "keys of 32 and of 64 bits": Entry(
         **tables_of(((40, 8), (30, 4))), sharding=in_turn("row_wise", "column_wise"), pass_samples=32,
         specs=(Spec(name="narrow", table="t0"), Spec(name="wide", table="t0"), Spec(name="list", table="t1", **RAGGED)),

@@ -79,34 +79,47 @@ def held(path: Path) -> list[Any]:
     return [commits, blobs, {name for name in files_of(path) if "schedule" not in Path(name).parts}]
 
 
-def trained(ranks_pool: RanksPool, folder: Path) -> None:
-    CASES["one"].cut(folder / "passes")
-    ranks_pool.run(2, train, case="one", folder=str(folder), sharding=sharded("row_wise"), retention=2)
-
-
 def assert_refused(errors: list[tuple[str, str] | None], sentence: str) -> None:
     """Every rank raises: one with the original error, each with the message."""
     assert all(error is not None and sentence in error[1] for error in errors), errors
     assert {"BudgetError", "ValueError"} & {error[0] for error in errors if error is not None}
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("size", "kind"), [(1, "row_wise"), (2, "table_wise")])
-def test_parts_are_not_written_anew_for_a_budget_that_is_too_small(
-    ranks_pool: RanksPool, tmp_path: Path, size: int, kind: str
+OTHER_PASSES: dict[str, Any] = {"reorganize": True}
+"""The options of a training of other passes."""
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("size", "options", "at"),
+    [
+        pytest.param(1, {"sharding": sharded("row_wise"), "retention": 2}, [8, 0], id="one rank"),
+        pytest.param(2, {"sharding": sharded("table_wise"), "retention": 2}, [8, 0], id="another sharding"),
+        pytest.param(2, {"sharding": sharded("row_wise"), "retention": 1}, [8, 0], id="fewer commits"),
+        pytest.param(2, {"sharding": sharded("row_wise"), "retention": 3}, [8, 0], id="more commits"),
+        pytest.param(2, OTHER_PASSES | {"order_seed": None}, [0, 0], id="other passes"),
+        pytest.param(2, OTHER_PASSES | {"order_seed": 5}, [0, 0], id="other passes in another order"),
+    ],
+)
+def test_a_store_is_not_changed_for_a_budget_that_is_too_small(
+    ranks_pool: RanksPool, tmp_path: Path, size: int, options: dict[str, Any], at: list[int]
 ) -> None:
-    """For another number of ranks or another sharding; every file keeps its bytes, and the store its commits."""
-    trained(ranks_pool, tmp_path)
-    rows = stored(tmp_path)
-    before = files_of(tmp_path / "model.tc")
-    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded(kind), "retention": 2}
+    """Not written anew for other ranks or passes, and no commit is dropped: every file keeps its bytes."""
+    CASES["one"].cut(tmp_path / "passes")
+    folder = {"folder": str(tmp_path)}
+    ranks_pool.run(2, train, case="one", **folder, sharding=sharded("row_wise"), retention=2)
+    rows, before = stored(tmp_path), files_of(tmp_path / "model.tc")
+    if "reorganize" in options:
+        (tmp_path / "passes").rename(tmp_path / "old")
+        Case(tables=ONE.tables, specs=ONE.specs, data_seed=7).cut(tmp_path / "passes")
 
     for name, sentence in SENTENCES.items():
-        assert_refused(ranks_pool.errors(size, opened, **options | {name: TOO_SMALL[name]}), sentence)
+        assert_refused(ranks_pool.errors(size, opened, **folder, **options | {name: TOO_SMALL[name]}), sentence)
         assert files_of(tmp_path / "model.tc") == before
 
-    assert ranks_pool.run(size, opened, **options) == [[8, 0]] * size
-    assert_same_rows(stored(tmp_path), rows)
+    assert ranks_pool.run(size, opened, **folder, **options) == [at] * size
+    if at != [0, 0]:
+        assert_same_rows(stored(tmp_path), rows)
 
 
 @pytest.mark.sampled(1)
@@ -133,45 +146,6 @@ def test_parts_that_were_written_anew_are_given_up_where_the_budget_is_too_small
     assert held(tmp_path / "model.tc") == before
     assert_same_rows(stored(tmp_path), rows)
     assert ranks_pool.run(size, opened, **options | {"store_budget": least}) == [[0, 0]] * size
-
-
-def test_commits_are_not_dropped_for_a_training_that_is_refused(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Opened with a smaller retention, or a larger one; the commits of one that is not refused drop them."""
-    trained(ranks_pool, tmp_path)
-    before = files_of(tmp_path / "model.tc")
-    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded("row_wise")}
-
-    for name, sentence in SENTENCES.items():
-        for retention in (1, 3):
-            errors = ranks_pool.errors(2, opened, **options, retention=retention, **{name: TOO_SMALL[name]})
-            assert_refused(errors, sentence)
-            assert files_of(tmp_path / "model.tc") == before
-
-    for epochs, retention, kept in ((3, 3, [10, 11, 12]), (4, 1, [16])):
-        ranks_pool.run(2, train, case="one", **options, retention=retention, epochs=epochs)
-        with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
-            assert [commit.cursor for commit in store.commits] == [(index, 0) for index in kept]
-            assert store.retention == retention
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("order_seed", [None, 5])
-def test_rows_are_not_put_in_the_order_of_other_passes_for_a_budget_that_is_too_small(
-    ranks_pool: RanksPool, tmp_path: Path, order_seed: int | None
-) -> None:
-    trained(ranks_pool, tmp_path)
-    before = files_of(tmp_path / "model.tc")
-    (tmp_path / "passes").rename(tmp_path / "old")
-    Case(tables=ONE.tables, specs=ONE.specs, data_seed=7).cut(tmp_path / "passes")
-    options: dict[str, Any] = {"folder": str(tmp_path), "reorganize": True, "order_seed": order_seed}
-
-    for name, sentence in SENTENCES.items():
-        assert_refused(ranks_pool.errors(2, opened, **options | {name: TOO_SMALL[name]}), sentence)
-        assert files_of(tmp_path / "model.tc") == before
-        with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
-            assert [commit.cursor for commit in store.commits] == [(7, 0), (8, 0)]
-
-    assert ranks_pool.run(2, opened, **options) == [[0, 0]] * 2
 
 
 @pytest.mark.sampled(1)

@@ -108,17 +108,26 @@ def test_where_no_sum_is_rounded_all_bits_are_those_of_one_process(
     assert_as_alone(parts, tmp_path, alone(entry), tolerance=0, first=0)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("size", "comm_dtype"), [(2, "float32"), (2, "bfloat16"), (3, "float16"), (4, "float32")])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("size", "comm_dtype", "entry"),
+    [
+        (2, "float32", "everything at once"),
+        (2, "bfloat16", "everything at once, read by owner"),
+        (3, "float16", "everything at once"),
+        (3, "bfloat16", "pooled by owners of column slices"),
+        (4, "float32", "pooled by owners, read by owner"),
+    ],
+)
 def test_two_runs_on_as_many_ranks_end_with_the_same_bits(
-    ranks_pool: RanksPool, tmp_path: Path, size: int, comm_dtype: str
+    ranks_pool: RanksPool, tmp_path: Path, size: int, comm_dtype: str, entry: str
 ) -> None:
-    """Lookups, gradients of weights, dense weights, rows and states, with everything at once."""
+    """Lookups, gradients of weights, dense weights, rows and states: sums are in the order of ranks and features."""
     runs = []
     for name in ("one", "other"):
         folder = tmp_path / name
-        known("everything at once").cut(folder / "passes")
-        parts = ranks_pool.run(size, train, name="everything at once", folder=str(folder), comm_dtype=comm_dtype)
+        known(entry).cut(folder / "passes")
+        parts = ranks_pool.run(size, train, name=entry, folder=str(folder), comm_dtype=comm_dtype)
         dense = [value for part in parts for name, value in part.items() if name.startswith("dense.")]
         found = [one for what in ("outputs", "weights") for batch in of_all_ranks(parts, what) for one in batch]
         runs.append(found + dense + [field for _, fields in stored(folder).values() for field in fields])
@@ -155,6 +164,24 @@ def test_rows_of_replicated_tables_are_mirrored_and_do_not_travel(ranks_pool: Ra
     for replicated, divided in zip(parts, rows, strict=True):
         assert (replicated["mirror_bytes"], divided["mirror_bytes"]) == (replicas, 0)
         assert replicated["bytes"] < divided["bytes"]
+
+
+def test_owners_pool_features_where_that_is_fewer_bytes(ranks_pool: RanksPool, tmp_path: Path, alone: Any) -> None:
+    """Not those with one id a sample, trained weights or a maximum, unless the owner reads their ids."""
+    sent, pooled = [], []
+    for name in ("pooled nowhere", "pooled by owners", "pooled by owners, read by owner"):
+        known(name).cut(tmp_path / name / "passes")
+        parts = ranks_pool.run(2, train, name=name, folder=str(tmp_path / name))
+        assert_as_alone(parts, tmp_path / name, alone(name))
+        sent.append(sum(part["bytes"] for part in parts))
+        pooled += [part["pooled"] for part in parts[:1] if part["pooled"] == parts[1]["pooled"]]
+    assert pooled == [
+        [],
+        ["list", "mean", "ragged", "sum"],
+        ["list", "mean", "one", "other", "ragged", "sum", "weighted"],
+    ]
+    assert sent[1] < 0.9 * sent[0]
+    assert sent[2] < sent[1]
 
 
 @pytest.mark.sampled(1)
@@ -241,23 +268,6 @@ def test_evaluation_finds_the_rows_of_one_process(
         order = np.argsort(resident.keys(table.name))
         for one, other in zip(rows[table.name][1], resident.fields(table.name), strict=True):
             np.testing.assert_allclose(one, other[order], rtol=1e-5, atol=1e-5, err_msg=table.name)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("sizes", [(2, 1, 3), (4, 3, 2)])
-def test_other_ranks_go_on_as_one_process(
-    ranks_pool: RanksPool, tmp_path: Path, alone: Any, sizes: tuple[int, ...]
-) -> None:
-    """Everything at once, an epoch on each number of ranks: rows, states, dense state and lookups are preserved."""
-    known("three epochs").cut(tmp_path / "passes")
-    theirs, resident = alone("three epochs")
-    outputs, weights = [], []
-    for epoch, size in enumerate(sizes):
-        parts = ranks_pool.run(size, train, name="three epochs", folder=str(tmp_path), until=epoch + 1)
-        outputs += of_all_ranks(parts, "outputs")
-        weights += of_all_ranks(parts, "weights")
-    whole = [one | {"outputs": outputs, "weights": weights} for one in parts[:1]]
-    assert_as_alone(whole, tmp_path, (theirs, resident))
 
 
 @pytest.mark.long
