@@ -103,44 +103,16 @@ def test_an_object_that_begins_to_differ_is_kept_by_each_rank(what: str) -> None
         assert meet(2, body) == [[["layer", "optimizer"], every], expected[what]]
 
 
-def train_apart(ranks: AnyCommunicator, case: str, folder: str, *, stop: int | None = None) -> dict[str, Any]:
-    """Train a model on each rank without averaging its gradients, up to a pass; return its weights."""
+def train_apart(_: AnyCommunicator, case: str, folder: str, *, how: str, stop: bool) -> dict[str, Any]:
+    """Train a model with a batch norm, or stop after a commit inside the pass; return its weights and buffers."""
     one = CASES[case]
-    with open_sharded(one, folder) as cache:
-        torch.manual_seed(1)
-        model = Net(cache, one)
-        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=one.dense_lr, momentum=0.5))
-        for p in cache.passes(epochs=one.epochs):
-            if p.index == stop:
-                p.stop()
-                continue
-            for batch in p.batches(one.batch, shuffle=one.shuffle):
-                step([batch], model, cache.optimizer)
-    return dense_of(model)
-
-
-def test_ranks_that_train_apart_resume_with_their_own_weights(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    here = train_apart
-    CASES["bags"].cut(tmp_path / "whole" / "passes")
-    CASES["bags"].cut(tmp_path / "left" / "passes")
-    whole = ranks_pool.run(2, here, case="bags", folder=str(tmp_path / "whole"))
-    ranks_pool.run(2, here, case="bags", folder=str(tmp_path / "left"), stop=2)
-    ended = ranks_pool.run(2, here, case="bags", folder=str(tmp_path / "left"))
-    assert any(not np.array_equal(value, whole[1][name]) for name, value in whole[0].items())
-    for one, other in zip(ended, whole, strict=True):
-        assert one.keys() == other.keys()
-        for name, value in other.items():
-            np.testing.assert_array_equal(one[name], value, err_msg=name)
-
-
-def train_normalized(ranks: AnyCommunicator, folder: str, *, broadcasts: bool, stop: bool) -> dict[str, Any]:
-    one = CASES["one"]
     with open_sharded(one, folder) as cache:
         torch.manual_seed(1)
         model: Any = Net(cache, one)
         model.top = torch.nn.Sequential(torch.nn.BatchNorm1d(model.top.in_features), model.top)
-        model = DistributedDataParallel(model, broadcast_buffers=broadcasts)
-        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=one.dense_lr))
+        if how != "apart":
+            model = DistributedDataParallel(model, broadcast_buffers=how == "broadcast")
+        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=one.dense_lr, momentum=0.5))
         for p in cache.passes(epochs=1):
             for batch in p.batches(one.batch):
                 step([batch], model, cache.optimizer)
@@ -150,22 +122,21 @@ def train_normalized(ranks: AnyCommunicator, folder: str, *, broadcasts: bool, s
         return dense_of(model)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("broadcasts", [False, True])
-def test_ranks_resume_with_their_own_buffers(ranks_pool: RanksPool, tmp_path: Path, broadcasts: bool) -> None:
-    """The statistics of a batch norm are those of an uninterrupted training, on each rank."""
-    body, found = train_normalized, dict[str, Any]()
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("how", ["apart", "buffers of their own", "broadcast"])
+def test_ranks_resume_with_their_own_weights_and_buffers(ranks_pool: RanksPool, tmp_path: Path, how: str) -> None:
+    """Models whose gradients nothing averages, and statistics of a batch norm: as in an uninterrupted training."""
+    found = dict[str, Any]()
     for name in ("whole", "left"):
-        CASES["one"].cut(tmp_path / name / "passes")
-        options = {"folder": str(tmp_path / name), "broadcasts": broadcasts}
         if name == "left":
-            ranks_pool.run(2, body, stop=True, **options)
-        found[name] = ranks_pool.run(2, body, stop=False, **options)
+            on_ranks(ranks_pool, 2, tmp_path / name, body=train_apart, how=how, stop=True)
+        found[name] = on_ranks(ranks_pool, 2, tmp_path / name, body=train_apart, how=how, stop=False)
     for one, other in zip(found["left"], found["whole"], strict=True):
         assert one.keys() == other.keys()
         for name, value in other.items():
             np.testing.assert_array_equal(one[name], value, err_msg=name)
-    assert not np.array_equal(*(one["dense.top.0.running_mean"] for one in found["whole"]))
+    differs = "dense.top.0.running_mean" if how != "apart" else "dense.top.1.weight"
+    assert not np.array_equal(*(one[differs] for one in found["whole"]))
 
 
 class Counter:

@@ -69,49 +69,34 @@ def without(*names: str) -> Callable[[dict[str, Any]], None]:
 
 LIES = [
     (without("sharding"), "it has 3 ranks and no sharding"),
-    (without("sharding", "folders"), "it has 3 ranks and no sharding"),
     (without("folders"), "'folders'"),
     (without("ranks"), "'ranks'"),
     (put("ranks", to=[]), "it has 0 ranks, 3 folders and a sharding for 3"),
     (lambda values: values["ranks"].pop(), "it has 2 ranks, 3 folders and a sharding for 3"),
-    (lambda values: values["ranks"].append(values["ranks"][0]), "it has 4 ranks, 3 folders and a sharding for 3"),
     (lambda values: values["folders"].pop(), "it has 3 ranks, 2 folders and a sharding for 3"),
     (put("folders", to=[]), "it has 3 ranks, 0 folders and a sharding for 3"),
     (put("folders", to=7), "not iterable"),
     (put("folders", to=[".", 1, "rank-2"]), "cannot be read"),
-    (put("folders", to=[".", None, "rank-2"]), "cannot be read"),
     (put("folders", 0, to="rank-0"), "'rank-0' is not a folder of rank 0"),
-    (put("folders", 0, to="/etc"), "'/etc' is not a folder of rank 0"),
     (put("folders", 1, to="rank-2"), "'rank-2' is not a folder of rank 1"),
-    (put("folders", 1, to="."), r"'\.' is not a folder of rank 1"),
     (put("folders", 1, to=".."), r"'\.\.' is not a folder of rank 1"),
     (put("folders", 1, to="../rank-1"), r"'\.\./rank-1' is not a folder of rank 1"),
     (put("folders", 1, to="a/rank-1"), "'a/rank-1' is not a folder of rank 1"),
     (put("folders", 1, to="/a/../rank-1"), r"'/a/\.\./rank-1' is not a folder of rank 1"),
     (put("folders", 1, to="/etc"), "'/etc' is not a folder of rank 1"),
     (put("folders", 1, to="/a\n/rank-1"), "is not a folder of rank 1"),
-    (put("folders", 1, to="/a\0/rank-1"), "is not a folder of rank 1"),
-    (put("folders", 1, to=""), "'' is not a folder of rank 1"),
-    (put("folders", 1, to="rank-01"), "'rank-01' is not a folder of rank 1"),
     (put("sharding", to=[]), r"a sharding plan's record is \[\]"),
-    (put("sharding", to=None), "a sharding plan's record is None"),
     (put("sharding", to={}), "a sharding plan's record"),
-    (put("sharding", "num_ranks", to=2), "cannot be read"),
     (put("sharding", "num_ranks", to=4), "it has 3 ranks, 3 folders and a sharding for 4"),
     (put("sharding", "num_ranks", to=0), "expected a whole number >= 1"),
-    (put("sharding", "num_ranks", to=1.0), "expected a whole number >= 1"),
     (put("sharding", "tables", to={}), "the sharding is of other tables"),
     (put("sharding", "tables", "item", to={"kind": "rows"}), "the sharding of table 'item' is 'rows'"),
     (put("sharding", "tables", "day", "slices", to=[[2, 0, 2]]), "the sharding of table 'day'"),
     (put("sharding", "tables", "day", "slices", to=[[3, 0, 3]]), "the sharding of table 'day'|rank"),
-    (put("sharding", "tables", "word", "slices", to=[[0, 0, 2], [0, 2, 5]]), "the sharding of table 'word'"),
     (put("sharding", "tables", "word", "slices", to=[[0, 0, 2], [1, 3, 5]]), "the sharding of table 'word'"),
     (put("ranks", 1, to=["ranks/1.3", 7]), "cannot be read"),
-    (put("ranks", 1, to=None), "cannot be read"),
     (put("ranks", 1, 1, to=-1), "cannot be read"),
-    (put("ranks", 1, 1, to="9"), "cannot be read"),
     (put("ranks", 1, 2, to="x"), "cannot be read"),
-    (put("ranks", 1, 2, to=7), "cannot be read"),
     (put("stored", to=[[]]), "tables of before an alteration|cannot be read"),
 ]
 """Changes of a record, and the resulting messages."""
@@ -172,7 +157,7 @@ def _swap(values: dict[str, Any]) -> None:
     values["ranks"][1], values["ranks"][2] = values["ranks"][2], values["ranks"][1]
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(10)
 @ENGINES
 @pytest.mark.parametrize(
     ("change", "words"),
@@ -186,15 +171,12 @@ def _swap(values: dict[str, Any]) -> None:
         (put("ranks", 1, 0, to="ranks/1.99"), r"ranks/1\.99.*: restore"),
         (put("ranks", 1, 0, to="commits/3"), r"commits/3.*: restore"),
         (put("folders", 2, to="/etc/rank-1"), "'/etc/rank-1' is not a folder of rank 2.*: restore"),
-        (put("folders", to=[".", "rank-2", "rank-1"]), "'rank-2' is not a folder of rank 1.*: restore"),
-        (lambda values: values["ranks"].pop(), "it has 2 ranks, 3 folders and a sharding for 3.*: restore"),
-        (without("sharding"), "it has 3 ranks and no sharding.*: restore"),
         (
             put("sharding", "tables", "item", to={"kind": "table_wise", "slices": [[1, 0, 7]]}),
             "the sharding of table 'item' has 7 columns, but the table has 8.*: restore",
         ),
     ],
-    ids=range(13),
+    ids=range(10),
 )
 def test_a_commit_whose_ranks_are_others_is_not_trained(
     tmp_path: Path, engine: str, change: Callable[..., None], words: str

@@ -67,6 +67,8 @@ def test_every_strategy_shards_every_column_once(
             assert found == "row_wise"
         else:
             assert found == kind or (kind == "column_wise" and found == "table_wise")
+    for one in sharding.tables.values():
+        assert len({part.rank for part in one.slices}) == len(one.slices), "a rank has one slice of a table at most"
     for rank in range(num_ranks):
         assert {one.name for one in sharding.shard_tables(tables, rank)} == {one.name for one in tables}
 
@@ -94,25 +96,14 @@ def test_memory_optimized_divides_what_is_larger_than_a_fair_share() -> None:
     assert max(owned_bytes(optimized, tables, table_stats)) < 2 * fair
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize(
-    ("given_sizes", "threshold"), [([(100, 8), (5, 8), (10, 8), (25, 4)], 45), ([(10, 4), (11, 2), (4, 2), (4, 2)], 10)]
-)
-@pytest.mark.parametrize("strategy", ["basic", "memory_balanced", "memory_optimized", "auto"])
-def test_slices_above_a_threshold_are_merged_where_they_meet(
-    given_sizes: list[tuple[int, int]], threshold: int, num_ranks: int, strategy: str
-) -> None:
-    """A rank has one slice of a table at most; a threshold counts the bytes of float32 here."""
-    tables, table_stats = sizes(given_sizes)
-    sharding = plan_sharding(tables, table_stats, num_ranks, strategy=strategy, column_threshold=4 * threshold)
-    sharding.check(tables)
-    for one in tables:
-        table_sharding = sharding.tables[one.name]
-        assert (
-            len({part.rank for part in table_sharding.slices}) == len(table_sharding.slices) <= min(num_ranks, one.dim)
-        )
-        if num_ranks > 1 and table_stats[one.name].rows * one.dim > threshold and strategy in {"basic", "auto"}:
-            assert table_sharding.kind == "column_wise"
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("strategy", ["basic", "auto"])
+def test_tables_above_a_threshold_are_sliced(num_ranks: int, strategy: str) -> None:
+    """A threshold counts the bytes of float32 here."""
+    tables, table_stats = sizes([(100, 8), (5, 8), (10, 8), (25, 4), (11, 2)])
+    sharding = plan_sharding(tables, table_stats, num_ranks, strategy=strategy, column_threshold=4 * 45)
+    kinds = {one.name: sharding.tables[one.name].kind for one in tables}
+    assert [kinds[name] for name in ("t0", "t2", "t3")] == ["column_wise"] * 3
 
 
 def test_slices_that_meet_on_the_emptiest_rank_are_one() -> None:
