@@ -72,6 +72,18 @@ class RanksPool:
     def __exit__(self, *_: object) -> None:
         self._kill()
 
+    def start(self) -> None:
+        """Start the processes, unless they are there."""
+        if not self._processes:
+            self._start()
+
+    def kill(self, *ranks: int) -> None:
+        """Kill the processes of some ranks, during a run, or all, so that the next run starts new ones."""
+        for rank in ranks:
+            self._processes[rank].kill()
+        if not ranks:
+            self._kill()
+
     def run(
         self, size: int, body: str | Callable[..., Any], *, limit: float = LIMIT_SECONDS, **arguments: Any
     ) -> list[Any]:
@@ -97,8 +109,7 @@ class RanksPool:
         return [(answer.kind, answer.sentence) if isinstance(answer, Raised) else None for answer in told]
 
     def _call(self, size: int, body: str | Callable[..., Any], limit: float, arguments: dict[str, Any]) -> list[Any]:
-        if not self._processes:
-            self._start()
+        self.start()
         body = _name_of(body)
         self._runs += 1
         until = time.monotonic() + limit

@@ -204,15 +204,12 @@ class Resharding:
             self._disks.rename(self._old_disks)
         self.begin(folder / "new")
         path = folder / "new" / "s"
+        begun = time.monotonic()
         ended = _without_a_kill(way.after, third)
+        self.seconds = time.monotonic() - begun
         (self.new,) = ended.of("whole")
         assert self.new[2] == []
         self.points = [(name, rank, n) for rank, seen in ended.of("points") for name, n in sorted(seen.items())]
-        shutil.rmtree(folder / "new")
-        self.begin(folder / "new")  # once more without watching points, for the timing
-        begun = time.monotonic()
-        _without_a_kill(way.after, lambda ranks, _: self._walk(path, ranks))
-        self.seconds = time.monotonic() - begun
         shutil.rmtree(folder / "new")
 
     def begin(self, folder: Path) -> None:

@@ -16,8 +16,7 @@ import json
 import socket
 import sys
 from collections import Counter
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -26,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 from tests.crash import child
 from tests.crash.killer import Killer
 from tests.crash.outcome import FAILING, EnoughError, Found
-from tests.crash.points import Point, unwatch, watch
-from tests.crash.schedule import After, At, die, spread
+from tests.crash.points import Point, unwatch
+from tests.crash.schedule import After, At, spread
 from tests.dist.meeting import Processes, meet
 from tests.dist.sharded_world import opened, problems, take
 from tiercache.errors import RankError
@@ -89,37 +88,6 @@ def run(
     return child.run(one, processes=num_ranks, sockets=ends, kill_after=kill_after, victim=victim)
 
 
-@dataclass(frozen=True, slots=True)
-class Early:
-    """A kill of a resumed run: a few points from its beginning, or from its first commit."""
-
-    due: int
-    victim: int
-    everyone: bool
-    of_commit: bool
-
-    def __str__(self) -> str:
-        return f"at point {self.due}{' of a commit' * self.of_commit}"
-
-    @contextmanager
-    def armed(self, folder: Path, rank: int, teller: Teller) -> Iterator[None]:
-        first: list[int] = []
-
-        def reached(seen: int, _: Point) -> None:
-            if self.of_commit and teller.phase != PHASES[2]:
-                return
-            first.append(seen)
-            if seen == first[0] + self.due:
-                die(everyone=self.everyone)
-
-        if rank == self.victim:
-            watch(reached)
-        yield
-
-    def count(self, ended: Ended, counts: Counter[str]) -> None:
-        """Count nothing."""
-
-
 class Shards:
     """The walk of ``num_ranks`` ranks on one engine."""
 
@@ -143,12 +111,12 @@ class Shards:
         when = {"kill_after": death.seconds, "victim": death.victim} if isinstance(death, After) else {}
         return run(self.num_ranks, work, **when)
 
-    def again(self, generator: random.Random, runs: list[Ended]) -> Early | None:
-        """Kill some resumed runs again, early, while they open the store."""
+    def again(self, generator: random.Random, runs: list[Ended]) -> At | None:
+        """Kill some resumed runs again, early, while they open the store or make their first commit."""
         if len(runs) > 1 or generator.random() < 0.5:
             return None
-        due, victim = generator.randrange(120), generator.randrange(self.num_ranks)
-        return Early(due, victim, generator.random() < 0.5, generator.random() < 0.5)
+        at, victim = generator.randrange(generator.choice([120, 400])), generator.randrange(self.num_ranks)
+        return At(at, rank=victim, everyone=generator.random() < 0.5)
 
     def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
         """Check the newest commit and read all rows, in a separate process."""
