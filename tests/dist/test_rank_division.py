@@ -58,70 +58,50 @@ def test_ranks_of_another_division_take_the_place_of_the_old_ones(
     assert folders(path) == rank_folders(after)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @ENGINES
-@pytest.mark.parametrize("until", ["opened", "filled", "prepared"])
+@pytest.mark.parametrize("until", ["opened", "filled", "prepared", "abandoned"])
 def test_a_division_that_was_begun_changes_nothing(tmp_path: Path, until: str, engine: str) -> None:
-    """Its folders go when the store is opened for writing; readers never see them."""
-    path = tmp_path / "s"
-    train_on(path, 2, 4, engine=engine)
-    before, blobs = digest(path), stored(path)
-
-    def body(ranks: Any) -> None:
-        sharding = sharding_on(ranks.size, 1)
-        with ShardWriter.divide(path, TABLES, sharding, ranks) as shards:
-            world = world_of(sharding, ranks.rank)
-            world.pass_index = 1
-            world.train(part=1)
-            if until != "opened":
-                world.append(shards.store)
-            if until == "prepared":
-                world.pass_index = 2
-                world.publish(shards.store)
-
-    assert meet(3, body) == [None] * 3
-    assert (path / "rank-2" / "store.json").exists()
-    check_shards(path, Cursor(2))
-    assert meet(1, body) == [None]  # once more, without opening it for training between
-    assert folders(path) == {"rank-1"}
-    check_shards(path, Cursor(2))
-    assert meet(3, body) == [None] * 3
-    train_on(path, 2, 0)
-    assert folders(path) == {"rank-1"}
-    assert digest(path) == before
-    assert stored(path) == blobs
-    assert meet(3, body) == [None] * 3
-    with Store.open(path) as store:
-        assert store.commit.digest == before
-    assert folders(path) == {"rank-1"}
-    assert stored(path) == blobs
-    check_shards(path, Cursor(2))
-    train_on(path, 2, 1, Cursor(3))
-
-
-@ENGINES
-def test_a_division_that_was_abandoned_leaves_the_files_that_were_there(tmp_path: Path, engine: str) -> None:
+    """Its folders go when it is abandoned, or when the store is opened for writing; readers never see them."""
     path = tmp_path / "s"
     train_on(path, 2, 4, engine=engine)
     before, names, blobs = digest(path), {*files_of(path)}, stored(path)
 
     def body(ranks: Any) -> None:
         sharding = sharding_on(ranks.size, 1)
-        shards = ShardWriter.divide(path, TABLES, sharding, ranks)
-        world = world_of(sharding, ranks.rank)
+        shards, world = ShardWriter.divide(path, TABLES, sharding, ranks), world_of(sharding, ranks.rank)
         world.pass_index = 1
         world.train(part=1)
-        world.append(shards.store)
-        world.pass_index = 2
-        world.publish(shards.store)
-        shards.abandon()
+        if until != "opened":
+            world.append(shards.store)
+        if until in {"prepared", "abandoned"}:
+            world.pass_index = 2
+            world.publish(shards.store)
+        if until == "abandoned":
+            shards.abandon()
+        shards.close()
+
+    def assert_unchanged() -> None:
+        assert folders(path) == {"rank-1"}
+        assert digest(path) == before
+        assert stored(path) == blobs
+        check_shards(path, Cursor(2))
 
     assert meet(3, body) == [None] * 3
-    assert digest(path) == before
-    assert stored(path) == blobs
-    if engine == "lmdb":
+    if until != "abandoned":
+        assert (path / "rank-2" / "store.json").exists()
+    elif engine == "lmdb":
         assert {*files_of(path)} == names
     check_shards(path, Cursor(2))
+    assert meet(1, body) == [None]  # once more, without opening it for training between
+    assert folders(path) == {"rank-1"}
+    assert meet(3, body) == [None] * 3
+    train_on(path, 2, 0)
+    assert_unchanged()
+    assert meet(3, body) == [None] * 3
+    Store.open(path).close()
+    assert_unchanged()
+    train_on(path, 2, 1, Cursor(3))
 
 
 def test_ranks_may_be_on_other_disks_and_move(tmp_path: Path) -> None:

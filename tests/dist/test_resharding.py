@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.dist.meeting import meet
-from tests.dist.reshardings import let_through, made, on_ranks, one_case, sharded, train_to_cursor, ways
+from tests.dist.reshardings import made, on_ranks, one_case, sharded, train_to_cursor, ways
 from tests.dist.sharded_world import (
     TABLES,
     WHOLE,
@@ -26,14 +26,12 @@ from tests.dist.sharded_world import (
     train_shards,
     whole_row,
 )
-from tests.train.cases import assert_same_bits, result_of, table
+from tests.train.cases import table
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.resharding import copy_shard
 from tiercache.dist.shard_view import ShardView
 from tiercache.dist.shard_writer import ShardWriter
-from tiercache.dist.training_store import open_own_shard
 from tiercache.errors import BudgetError, DatasetError, RankError, StateError
-from tiercache.planning.budgets import Budgets
 from tiercache.planning.schedule import Schedule
 from tiercache.planning.sharding_planner import sliced
 from tiercache.store import Cursor, MemoryEngine, Store, hash_keys
@@ -129,49 +127,6 @@ def test_each_rank_has_the_state_it_had_and_a_new_one_that_of_rank_0() -> None:
 # -- with a training -------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("stops", "order_seed", "shuffle"),
-    [
-        ([((2, 0), 2, 0), ((3, 0), 3, 1), ((7, 16), 1, 1)], None, True),
-        ([((0, 24), 3, 0), ((6, 0), 2, 1), ((7, 0), 3, 0)], 5, True),
-        ([((9, 48), 4, 1), ((11, 0), 4, 0), ((12, 0), 2, 0)], None, False),
-    ],
-)
-def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
-    tmp_path: Path, stops: list[tuple[tuple[int, int], int, int]], order_seed: int | None, shuffle: bool
-) -> None:
-    """One rank trains, others take its rows through a pass, one continues: as if they had never left it."""
-    case = one_case(order_seed=order_seed, shuffle=shuffle)
-    passes = case.cut(tmp_path / "passes")
-    path = tmp_path / "sharded"
-    skip = {cursor[0] for cursor, size, _ in stops if size > 1 and not cursor[1]}
-    with Store.open(None, tables=case.tables, engine=MemoryEngine()) as plain:
-        model = train_to_cursor(plain, passes, case, (14, 0), skip=skip, seed=1)
-        end = result_of(plain, passes, model)
-    sharded(path, case, passes, stops[0][0])
-    for (cursor, size, turn), after in zip(stops, [*(stop[0] for stop in stops[1:]), (14, 0)], strict=True):
-
-        def body(ranks: Any, cursor: Any = cursor, size: int = size, turn: int = turn) -> Any:
-            with made(path, passes, ways(size, turn), ranks, order=order_seed) as shards:
-                assert shards.cursor == cursor
-                assert shards.store.commit.cursor == cursor
-                if size > 1 and not cursor[1]:
-                    share = ShardView(passes, ways(size, turn), ranks.rank)
-                    let_through(shards.store, share, cursor[0] + 1, order_seed, shards=shards)
-                    assert shards.cursor == (cursor[0] + 1, 0)
-                return len(list(shards.store.segments))
-
-        on_ranks(size, body)
-        with tc.Store.open(path, mode="r") as opened:
-            assert len(opened.commit.ranks) == size
-        assert {p.name for p in path.glob("rank-*")} == {f"rank-{rank}" for rank in range(1, size)}
-        with made(path, passes, ways(1, turn), communicator_of(), order=order_seed) as shards:
-            share = ShardView(passes, ways(1, turn), 0)
-            model = train_to_cursor(shards.store, share, case, after, shards=shards)
-            assert after != (14, 0) or assert_same_bits(end, result_of(shards.store, passes, model)) is None
-
-
 def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_path: Path) -> None:
     case = one_case(shuffle=True)
     passes, path = case.cut(tmp_path / "passes"), tmp_path / "sharded"
@@ -215,26 +170,6 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
         share = ShardView(others, ways(2, 1), rank)
         assert cursor == (0, 0)
         assert digest == Schedule(num_passes=5, dataset_digest=share.digest).digest
-
-
-def budgets_of(store: int) -> Budgets:
-    return Budgets(device_budget=1 << 30, host_budget=1 << 30, eval_budget=None, store_budget=store)
-
-
-def test_the_same_ranks_reorganize_within_their_store_budget(tmp_path: Path) -> None:
-    """Too little is refused with the numbers, and the shards are unchanged; enough is enough."""
-    case = one_case()
-    path = tmp_path / "sharded"
-    sharded(path, case, case.cut(tmp_path / "passes"), (3, 0))
-    share = ShardView(one_case(data_seed=5).cut(tmp_path / "others"), ways(1, 0), 0)
-    options: dict[str, Any] = {"engine": None, "shard_dirs": None, "reorganized": True, "order": None}
-    with pytest.raises(BudgetError, match=r"store_budget is 100 bytes, but the store needs"):
-        open_own_shard(path, share, communicator_of(), **options, budgets=budgets_of(100))
-    with tc.Store.open(path, mode="r") as store:
-        assert store.commit.cursor == (3, 0)
-    with open_own_shard(path, share, communicator_of(), **options, budgets=budgets_of(1 << 30)) as shards:
-        assert shards.store.commit is not None
-        assert shards.store.commit.cursor == (0, 0)
 
 
 def test_a_rank_that_fails_ends_the_work_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

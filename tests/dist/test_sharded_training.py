@@ -150,7 +150,7 @@ def test_what_goes_wrong_on_one_rank_is_said_on_all(
 ROW, TABLE, COLUMN, COPIES = KINDS
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize(
     ("stages", "engine", "between"),
@@ -166,6 +166,7 @@ ROW, TABLE, COLUMN, COPIES = KINDS
         pytest.param([(1, "auto"), (2, "auto")], "lmdb", "", id="plain to 2"),
         pytest.param([(2, "auto"), (1, "auto")], "zarr", "", id="2 to plain"),
         pytest.param([(size, ROW) for size in (1, 3, 1, 2, 1)], "lmdb", "", id="to and fro"),
+        pytest.param([(2, "auto"), (3, "auto"), (1, "auto")], "zarr", "in another order", id="in another order"),
     ],
 )
 def test_a_training_goes_on_with_other_ranks(
@@ -175,8 +176,9 @@ def test_a_training_goes_on_with_other_ranks(
     states and dense weights of one process. Commits are counted on, and no leftovers remain.
     """
     path, disk, id_ = tmp_path / "model.tc", tmp_path / "disk", -1
+    order = {"order_seed": 5 if between == "in another order" else None}
     for turn, (size, kind) in enumerate(stages):
-        options: dict[str, Any] = {"sharding": kind if kind == "auto" else every_table("bags", kind)}
+        options: dict[str, Any] = {"sharding": kind if kind == "auto" else every_table("bags", kind), **order}
         on_disk = disk if between == "disks" and turn == 0 else None
         if on_disk is not None:
             options["shard_dirs"] = [str(path), *[str(disk)] * (size - 1)]
@@ -192,7 +194,7 @@ def test_a_training_goes_on_with_other_ranks(
             if between == "compacted":
                 assert store.compact().cursor == store.compact().cursor == at
     assert not [*disk.glob("*")]
-    assert_close(tmp_path, "bags", found[0])
+    assert_close(tmp_path, "bags", found[0], **order)
     assert tc.store.verify(path)["problems"] == []
 
 

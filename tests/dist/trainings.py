@@ -186,9 +186,9 @@ def assert_as_alone(ours: Rows, dense: dict[str, Any], theirs: Result, *, tolera
         np.testing.assert_allclose(dense[f"dense.{name}"], weight.numpy(), atol=tolerance, rtol=tolerance, err_msg=name)
 
 
-def resident(case: Case, passes: tc.PassDataset, *, steps: int | None = None) -> Result:
+def resident(case: Case, passes: tc.PassDataset, *, steps: int | None = None, order_seed: int | None = None) -> Result:
     """Train the same batches on one process, all in memory."""
-    cache: Any = tc.InMemoryCache(passes)
+    cache: Any = tc.InMemoryCache(passes, order_seed=order_seed)
     torch.manual_seed(1)
     model = Net(cache, case)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
@@ -205,9 +205,9 @@ def resident(case: Case, passes: tc.PassDataset, *, steps: int | None = None) ->
     return result_of_resident(cache, model)
 
 
-def assert_close(folder: Path, case: str, dense: dict[str, Any], *, steps: int | None = None) -> None:
+def assert_close(folder: Path, case: str, dense: dict[str, Any], **options: Any) -> None:
     """Compare a sharded store and dense weights with one process."""
-    theirs = resident(CASES[case], tc.PassDataset.open(folder / "passes"), steps=steps)
+    theirs = resident(CASES[case], tc.PassDataset.open(folder / "passes"), **options)
     assert_as_alone(stored(folder), dense, theirs)
 
 
