@@ -3,20 +3,17 @@
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.dist import sharded_world
 from tests.dist.sharded_world import check_shards, sentences, train_on, train_shards
 from tests.store.independent_reader import read_store
 from tiercache.store import CorruptStoreError, Cursor, Store, StoreError, Table, verify
-from tiercache.store.engines.engine import Blob
-from tiercache.store.opening import newest_record, open_folder
+from tiercache.store.opening import newest_record
 
 LISTS = (
     r"ranks/1\.\d of the store at .*rank-1 (is not what was written|is missing.*|ends at byte .*|is incomplete: .*): "
@@ -130,38 +127,6 @@ def test_tables_are_bound_where_there_are_no_rows_yet(tmp_path: Path, monkeypatc
         assert [table.seed for table in store.tables] == [table.seed for table in store.ranks[1].tables] == seeds
 
 
-def damage(path: Path, name: str, engine: str) -> None:
-    with Store.open(path, mode="r") as store:
-        tables, size = tuple(store.ranks[1].tables), store.ranks[1].reader.stored()[name].size
-    opened = open_folder(path / "rank-1", tables, engine, "a", None, create=False)
-    with closing(opened):
-        head = opened.engine.newest()
-        opened.engine.drop([(name, None)])
-        opened.engine.put([Blob(name, size)], [(0, 0, np.zeros(size, np.uint8))])
-        opened.engine.publish(head, head)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_damage_to_an_older_commit_of_a_rank_is_told(tmp_path: Path, engine: str) -> None:
-    """The others are read; ``verify`` and ranks report the damage."""
-    path = tmp_path / "s"
-    train_on(path, 2, 4, retention=3, engine=engine)
-    damage(path, "ranks/1.1", engine)
-    with Store.open(path, mode="r") as store:
-        assert [commit.id for commit in store.commits] == [1, 2, 3]
-        store.at(2).close()
-        assert list(sharded_world.problems(store)) == []
-        with pytest.raises(CorruptStoreError, match=r"ranks/1\.1 of"):
-            store.at(1)
-    with pytest.raises(CorruptStoreError, match=r"ranks/1\.1 of"):
-        Store.open(path, mode="r", commit=1)
-    (problem,) = verify(path)["problems"]
-    assert problem.startswith("in commit 1, ")
-    for sentence in (problem, sentences(train_shards(path, 2, 0))):
-        assert re.search(r"ranks/1\.1 of .* is not what was written: restore the store from a copy", sentence)
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_copy_of_the_store_is_the_store(tmp_path: Path, engine: str) -> None:
@@ -180,18 +145,3 @@ def test_a_copy_of_the_store_is_the_store(tmp_path: Path, engine: str) -> None:
     read_store(tmp_path / "copy")
     assert verify(tmp_path / "copy")["problems"] == []
     train_on(tmp_path / "copy", 2, 0)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_a_rank_that_is_copied_back_with_a_prepared_commit_is_the_same(tmp_path: Path, engine: str) -> None:
-    """It has the data that the newest commit names: the prepared commit is dropped."""
-    path = tmp_path / "s"
-    train_on(path, 2, 4, engine=engine, retention=2)
-    shutil.copytree(path, tmp_path / "further")
-    sharded_world.ahead(tmp_path / "further", 2, 1)
-    take_from(tmp_path / "further", path)
-    check_shards(path, Cursor(2))
-    train_on(path, 2, 1)
-    read_store(path)
-    assert verify(path)["problems"] == []

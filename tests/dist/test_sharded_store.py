@@ -185,23 +185,33 @@ def test_a_reader_opens_while_a_training_drops_the_oldest_commits(
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "damage", "words"),
     [
-        ("states/1.2", r"states/1\.2 of the store|the dense state of commit 2 "),
-        ("ranks/1.2", r"ranks/1\.2 of the store"),
+        ("states/1.2", Path.unlink, r"states/1\.2 of the store|the dense state of commit 2 "),
+        ("ranks/1.2", Path.unlink, r"ranks/1\.2 of the store at .*/rank-1 is missing"),
+        (
+            "ranks/1.2",
+            lambda file: file.write_bytes(bytes(file.stat().st_size)),
+            r"ranks/1\.2 of .* is not what was wri",
+        ),
     ],
+    ids=["no state", "no list", "another list"],
 )
-def test_damage_that_an_older_commit_alone_needs_spoils_no_other(tmp_path: Path, name: str, words: str) -> None:
+def test_damage_that_an_older_commit_alone_needs_spoils_no_other(
+    tmp_path: Path, name: str, damage: Callable[[Path], object], words: str
+) -> None:
     """The newest is read, and each older one that is whole; the damaged one, verification and writers report it."""
     path = tmp_path / "s"
     train_on(path, 2, 4, engine="zarr", retention=3)
-    (path / "rank-1" / name).unlink()
+    damage(path / "rank-1" / name)
     for commit in (None, 1, 3):
         with Store.open(path, commit=commit, mode="r") as store:
             assert [one.id for one in store.commits] == ([1, 2, 3] if commit is None else [commit])
             assert list(problems(store)) == []
     with pytest.raises(CorruptStoreError, match=words):
         state_of_rank(path, 1, 2)
+    with Store.open(path, mode="r") as store, pytest.raises(CorruptStoreError, match=words):
+        store.at(2).ranks[1].state()
     found = verify(path)["problems"]
     assert any(re.search(words, sentence) for sentence in found)
     assert all(sentence.startswith("in commit 2, ") and "/s/rank-1" in sentence for sentence in found)
