@@ -95,7 +95,7 @@ def leftovers(path: Path) -> list[str]:
     gc.collect()  # a verification has leases until then
     found = []
     with Store.open(path) as store:
-        for i, rank in enumerate(store.ranks):
+        for i, rank in enumerate(store.parts):
             needed = {need.name for need in Needed.of(rank.history.snapshots).blobs()}
             left = sorted(rank.reader.stored().keys() - needed)
             found += [f"rank {i} still has {left}"] if left else []

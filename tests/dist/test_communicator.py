@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import tiercache
 from tests.dist.pool import RanksPool, RunFailedError
@@ -135,24 +134,6 @@ def exchange_on_two_threads(ranks: AnyCommunicator) -> list[float]:
 def test_two_threads_exchange_in_any_order_where_one_has_a_clone(ranks_pool: RanksPool, size: int) -> None:
     total = float(size * sum(range(20)))
     assert ranks_pool.run(size, exchange_on_two_threads) == [[total, 2 * total]] * size
-
-
-def train_dense_layers(ranks: AnyCommunicator) -> list[float]:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
-    ranks.barrier()
-    model(torch.full((1, 2), float(ranks.rank))).sum().backward()
-    ranks.barrier()
-    weight = model.module.weight
-    assert weight.grad is not None
-    return [float(each) for each in weight.grad.flatten()]
-
-
-@SIZES
-def test_dense_layers_in_ddp_train_beside_the_ranks(ranks_pool: RanksPool, size: int) -> None:
-    """DistributedDataParallel averages over the default group between exchanges of ours."""
-    mean = sum(range(size)) / size
-    assert ranks_pool.run(size, train_dense_layers) == [[mean, mean]] * size
 
 
 def join_a_part(ranks: AnyCommunicator) -> list[Any]:
