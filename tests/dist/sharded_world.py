@@ -217,10 +217,6 @@ class OneStore(StoreReads):
         return self.parts[0].commit
 
 
-def one_store(tables: Sequence[Table], sharding: ShardingPlan, shards: Sequence[Store]) -> Any:
-    return OneStore(tables, sharding, shards)
-
-
 def old_shards(sharding: ShardingPlan, commits: int) -> list[Store]:
     """Train made-up rows on every rank, for ``commits`` commits."""
     shards = []

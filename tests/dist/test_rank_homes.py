@@ -62,39 +62,30 @@ def test_a_copy_of_the_store_alone_is_not_trained(tmp_path: Path, writer: str, e
 
 
 @ENGINES
-def test_a_copy_with_its_folders_trains_beside_the_original(tmp_path: Path, engine: str) -> None:
-    """Each has separate rows from then on, and is refused in the other's folder."""
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_copy_with_its_folders_trains_beside_the_original(tmp_path: Path, engine: str, inside: bool) -> None:
+    """Each has separate rows from then on, and is refused in the other's folder. Folders inside the copy are not
+    mistaken for the leftovers of a change of ranks.
+    """
     path, copy = tmp_path / "s", tmp_path / "copy"
+    other = copy if inside else tmp_path / "other"
     folder = made(path, tmp_path / "disk", engine=engine)
     shutil.copytree(path, copy)
-    shutil.copytree(tmp_path / "disk", tmp_path / "other")
-    before = files_of(folder)
-    train_on(copy, 2, 1, shard_dirs=[copy, tmp_path / "other"])
-    assert files_of(folder) == before
-    check_shards(copy, Cursor(2))
-    check_shards(path, Cursor(1, 5))
-    train_on(path, 2, 2)
-    train_on(copy, 2, 1)
-    check_shards(path, Cursor(3))
-    check_shards(copy, Cursor(3))
-    assert home_of(folder)["store"] == str(path)
-    assert home_of(tmp_path / "other" / "rank-1") == {
-        "store": str(copy), "folder": str(tmp_path / "other" / "rank-1"),
-    }  # fmt: skip
-    for store, disk in ((path, "other"), (copy, "disk")):
-        assert "is a copy of that one" in sentences(train_shards(store, 2, 1, shard_dirs=[store, tmp_path / disk]))
-
-
-def test_a_copy_may_have_its_folders_inside(tmp_path: Path) -> None:
-    """They are not mistaken for the leftovers of a change of ranks."""
-    path, copy = tmp_path / "s", tmp_path / "copy"
-    made(path, tmp_path / "disk")
-    shutil.copytree(path, copy)
-    shutil.copytree(tmp_path / "disk" / "rank-1", copy / "rank-1")
+    shutil.copytree(folder, other / "rank-1")
     with pytest.raises(StoreError, match="a copy of that one"):
         Store.open(copy)
-    train_on(copy, 2, 1, Cursor(2), shard_dirs=[copy, copy])
-    train_on(path, 2, 1, Cursor(2))
+    before = files_of(folder)
+    train_on(copy, 2, 1, Cursor(2), shard_dirs=[copy, other])
+    assert files_of(folder) == before
+    check_shards(path, Cursor(1, 5))
+    train_on(path, 2, 2, Cursor(3))
+    train_on(copy, 2, 1, Cursor(3))
+    check_shards(path, Cursor(3))
+    assert home_of(folder) == {"store": str(path), "folder": str(folder)}
+    if not inside:
+        assert home_of(other / "rank-1") == {"store": str(copy), "folder": str(other / "rank-1")}
+        assert "is a copy of that one" in sentences(train_shards(path, 2, 1, shard_dirs=[path, other]))
+    assert "is a copy of that one" in sentences(train_shards(copy, 2, 1, shard_dirs=[copy, tmp_path / "disk"]))
 
 
 def test_a_store_that_was_moved_goes_on(tmp_path: Path) -> None:

@@ -129,9 +129,6 @@ def test_an_id_outside_its_table_is_refused_by_name(id_: int) -> None:
 def test_numbers_that_are_no_rows_are_named(low: int, high: int) -> None:
     said = str(out_of_bounds(2, np.array([low, high], np.int32), 5, "of a table"))
     assert f"rank 2 was asked for rows {low:,} to {high:,} of a table: start all" in said
-
-
-def test_rows_that_are_there_may_be_asked_for() -> None:
     assert out_of_bounds(2, np.array([0, 4], np.int32), 5, "of a table") is None
     assert out_of_bounds(2, np.empty(0, np.int32), 0, "of an empty table") is None
 

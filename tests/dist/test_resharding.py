@@ -15,11 +15,11 @@ from tests.dist.reshardings import made, on_ranks, one_case, sharded, train_to_c
 from tests.dist.sharded_world import (
     TABLES,
     WHOLE,
+    OneStore,
     check_shards,
     divide_among,
     expected,
     old_shards,
-    one_store,
     sentences,
     sharding_on,
     train_on,
@@ -85,7 +85,7 @@ def test_every_key_and_column_is_in_one_new_part_with_its_state(
 ) -> None:
     """From any sharding to any other, at any commit: the bits of vectors and of their state."""
     shards = old_shards(old, commits)
-    whole = one_store(TABLES, old, shards)  # closes the shards when collected
+    whole = OneStore(TABLES, old, shards)  # closes the shards when collected
     cursor = shards[0].commit.cursor
     wanted, numbers = expected(cursor), 0
     for rank in range(new.num_ranks):
@@ -104,7 +104,7 @@ def test_only_shards_and_pieces_with_wanted_rows_are_read() -> None:
     old, new = ShardingPlan(2, ways), ShardingPlan(3, ways)
     shards = old_shards(old, 4)
     with Store.open(None, tables=new.shard_tables(TABLES, 0), engine=MemoryEngine()) as store:
-        whole = one_store(TABLES, old, shards)
+        whole = OneStore(TABLES, old, shards)
         copy_shard(whole, store, new, 0)
         check_rows(store, new, 0, expected(shards[0].commit.cursor))
     assert whole.parts[0].counters.row_bytes_read > 0
@@ -117,7 +117,7 @@ def test_each_rank_has_the_state_it_had_and_a_new_one_that_of_rank_0() -> None:
     shards = old_shards(old, 2)
     for rank, shard in enumerate(shards):
         shard.publish(shard.commit.cursor, state=b"%d" % rank, schedule_digest="", settings={}, environment={})
-    whole = one_store(TABLES, old, shards)
+    whole = OneStore(TABLES, old, shards)
     for rank, state in enumerate((b"0", b"1", b"0")):
         with Store.open(None, tables=new.shard_tables(TABLES, rank), engine=MemoryEngine()) as store:
             copy_shard(whole, store, new, rank)
@@ -270,9 +270,9 @@ def test_learning_rates_follow_tables_to_their_new_groups() -> None:
         with Store.open(None, tables=alike, engine=MemoryEngine()) as store:
             if not joins:
                 with pytest.raises(ValueError, match=r"'b', 'a' of .* share a group, .* but had 0.25 and 0.5: set one"):
-                    copy_shard(one_store(alike, old, shards), store, new, 0)
+                    copy_shard(OneStore(alike, old, shards), store, new, 0)
             else:
-                commit = copy_shard(one_store(alike, old, shards), store, new, 0)
+                commit = copy_shard(OneStore(alike, old, shards), store, new, 0)
                 assert commit.settings == {"steps": 7, "learning_rates": rates}
 
 
@@ -281,7 +281,7 @@ def test_rows_of_a_rank_are_predicted_from_sizes() -> None:
     old, new = sharding_on(3), sharding_on(4, 1)
     shards = old_shards(old, 5)
     known = expected(shards[0].commit.cursor)
-    predicted = one_store(TABLES, old, shards)
+    predicted = OneStore(TABLES, old, shards)
     for name, keys in known.items():
         hashes = hash_keys(np.array(list(keys), np.int64), WHOLE[name].table_id).astype(object)
         assert predicted.most_rows(name, (0, 1 << 64)) == len(keys)
