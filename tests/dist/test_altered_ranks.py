@@ -1,7 +1,7 @@
 """Forgotten rows and changed settings of a store of several ranks: one commit of all of them."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,25 +115,6 @@ def test_rows_that_no_later_commit_wrote_are_forgotten(path: Path) -> None:
             assert set(rows_of(store)[name]) == kept
 
 
-def test_a_rollback_brings_forgotten_rows_and_settings_back(path: Path) -> None:
-    with Store.open(path) as store:
-        before, commit = rows_of(store), store.commit.id
-        forget(store, "item", KEYS)
-        store.rollback(commit)
-        assert rows_of(store) == before
-        faster = [replace(t, optimizer=replace(t.optimizer, learning_rate=0.5)) for t in TABLES]
-        alter(store, faster)
-        assert {t.optimizer.learning_rate for rank in store.ranks for t in rank.tables} == {0.5}
-        store.rollback(store.commits[0].id)
-        assert [t.to_record() for t in store.tables] == [t.to_record() for t in sorted(TABLES, key=by_id)]
-        assert {t.optimizer.learning_rate for rank in store.ranks for t in rank.tables if t.name != "day"} == {0.1}
-        assert rows_of(store) == before
-
-
-def by_id(table: Table) -> int:
-    return table.table_id & ((1 << 64) - 1)
-
-
 def test_settings_of_all_ranks_change_in_one_commit(path: Path) -> None:
     """No row moves, and a training with the old tables is refused."""
     with Store.open(path) as store:
@@ -211,24 +192,30 @@ def test_tables_of_several_ranks_change_as_those_of_one(path: Path, tmp_path: Pa
         store.rollback(kept)
 
 
-@pytest.mark.sampled(1)
-def test_a_rollback_brings_the_tables_and_the_sharding_of_all_ranks_back(path: Path) -> None:
+def test_a_rollback_brings_rows_settings_tables_and_sharding_of_all_ranks_back(path: Path) -> None:
+    faster = [replace(t, optimizer=replace(t.optimizer, learning_rate=0.5)) for t in TABLES]
+    steps: dict[str, Callable[[Store], Any]] = {
+        "forgotten": lambda store: forget(store, "item", KEYS).commit,
+        "faster": lambda store: alter(store, faster),
+        "wider": lambda store: alter(store, CHANGES["wider"]()),
+        "fewer": lambda store: alter(store, [replace(table, dim=table.dim + 4) for table in CHANGES["dropped"]()]),
+    }
     with Store.open(path) as store:
-        known = {"first": (store.commit, rows_of(store))}
+        known = {"first": (store.commit, store.tables, rows_of(store))}
         store.pin("first")
-        steps = {
-            "wider": CHANGES["wider"](),
-            "fewer": [replace(table, dim=table.dim + 4) for table in CHANGES["dropped"]()],
-        }
-        for name, tables in steps.items():
-            known[name] = alter(store, tables), rows_of(store)
+        for name, step in steps.items():
+            known[name] = step(store), store.tables, rows_of(store)
             store.pin(name, known[name][0].id)
-        for name in ("wider", "first", "fewer", "wider"):
-            commit, rows = known[name]
-            assert (store.rollback(commit.id).sharding, rows_of(store)) == (commit.sharding, rows)
+        for name in ("wider", "first", "fewer", "faster", "forgotten", "wider"):
+            commit, tables, rows = known[name]
+            assert (store.rollback(commit.id).sharding, store.tables, rows_of(store)) == (commit.sharding, tables, rows)
+            rates = {table.name: table.optimizer.learning_rate for table in tables}
+            assert all(
+                rates[table.name] == table.optimizer.learning_rate for rank in store.ranks for table in rank.tables
+            )
         store.compact()
-        assert rows_of(store) == known["wider"][1]
-    for commit, rows in known.values():
+        assert rows_of(store) == known["wider"][2]
+    for commit, _, rows in known.values():
         with Store.open(path, mode="r", commit=commit.id) as store:
             assert rows_of(store) == rows
 
