@@ -46,6 +46,15 @@ def opened(folder: str, name: str) -> tc.TierCache:
     return tc.TierCache(Path(folder) / name, tc.PassDataset.open(Path(folder) / "passes"), **OPTIONS)
 
 
+def wrapped(ranks: AnyCommunicator, net: Any, how: str) -> Any:
+    """Return a model in a wrapper of torch, or as it is."""
+    if "fsdp" in how:
+        mesh = init_device_mesh("cpu", (ranks.size,))
+        fully_shard(net.top if how == "fsdp of a part" else net.bag, mesh=mesh)
+        return net if how == "fsdp of a part" else fully_shard(net, mesh=mesh)
+    return DistributedDataParallel(net, static_graph=how == "static") if how in {"ddp", "static", "clipped"} else net
+
+
 def train_scaled(
     ranks: AnyCommunicator,
     folder: str,
@@ -62,12 +71,7 @@ def train_scaled(
     """Train under a scaler; at [pass, batch, rank] of ``large`` the gradients of a rank are not finite."""
     cache = opened(folder, "scaled.tc")
     torch.manual_seed(1)
-    net: Any = Net(cache.schema, dense=dense)
-    model = DistributedDataParallel(net) if wraps == "ddp" else net
-    if "fsdp" in wraps:
-        mesh = init_device_mesh("cpu", (ranks.size,))
-        fully_shard(net.top, mesh=mesh)
-        model = fully_shard(net, mesh=mesh) if wraps == "fsdp" else net
+    model = wrapped(ranks, Net(cache.schema, dense=dense), wraps)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
     cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     if registers:
@@ -142,13 +146,7 @@ def test_a_step_that_one_rank_skips_alone_is_an_error_of_all_at_once(
 def train(ranks: AnyCommunicator, folder: str, how: str, *, accumulates: bool) -> dict[str, Any]:
     with opened(folder, f"{how}.tc") as cache:
         torch.manual_seed(1)
-        model: Any = Net(cache.schema)
-        if how == "fsdp":
-            mesh = init_device_mesh("cpu", (ranks.size,))
-            fully_shard(model.bag, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-        elif how in ("ddp", "static", "clipped"):
-            model = DistributedDataParallel(model, static_graph=how == "static")
+        model = wrapped(ranks, Net(cache.schema), how)
         cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         optimizer, losses, error = cache.optimizer, [], ""
         try:

@@ -26,6 +26,7 @@ from tests.dist.sharded_world import (
     train_shards,
     whole_row,
 )
+from tests.dist.test_shard_view import shardings
 from tests.train.cases import table
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.resharding import copy_shard
@@ -37,24 +38,7 @@ from tiercache.planning.sharding_planner import sliced
 from tiercache.store import Cursor, MemoryEngine, Store, hash_keys
 from tiercache.store.opening import newest_record
 from tiercache.store.rank_folder import RankFolder
-from tiercache.store.sharding import ShardingPlan, Slice, TableSharding, hash_bounds
-
-
-@st.composite
-def shardings(draw: st.DrawFn) -> ShardingPlan:
-    size = draw(st.integers(1, 4))
-    tables = {}
-    for one in TABLES:
-        ways = ["row_wise", "data_parallel", "table_wise"] + (["column_wise"] if size > 1 else [])
-        match draw(st.sampled_from(ways)):
-            case "table_wise":
-                tables[one.name] = TableSharding("table_wise", (Slice(draw(st.integers(0, size - 1)), 0, one.dim),))
-            case "column_wise":
-                ranks = draw(st.permutations(range(size)))[: draw(st.integers(2, min(size, one.dim)))]
-                tables[one.name] = sliced(one.dim, ranks)
-            case kind:
-                tables[one.name] = TableSharding(kind)
-    return ShardingPlan(size, tables)
+from tiercache.store.sharding import ShardingPlan, TableSharding, hash_bounds
 
 
 def check_rows(store: Store, sharding: ShardingPlan, rank: int, wanted: dict[str, dict[int, Any]]) -> int:
@@ -79,7 +63,7 @@ def check_rows(store: Store, sharding: ShardingPlan, rank: int, wanted: dict[str
 
 
 @settings(max_examples=25, deadline=None)
-@given(old=shardings(), new=shardings(), commits=st.integers(0, 7))
+@given(old=shardings(TABLES), new=shardings(TABLES), commits=st.integers(0, 7))
 def test_every_key_and_column_is_in_one_new_part_with_its_state(
     old: ShardingPlan, new: ShardingPlan, commits: int
 ) -> None:
