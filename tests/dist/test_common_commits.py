@@ -173,7 +173,6 @@ def test_what_ranks_could_not_free_goes_when_they_open_the_store(
 def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
     tmp_path: Path, to: int, ahead: int | None, engine: str
 ) -> None:
-    """A new commit has the rows of the old one; later ones are gone, and a rank's prepared commit."""
     path = tmp_path / "s"
     train_on(path, 2, 5, engine=engine, retention=3)
     with tc.Store.open(path, mode="r") as store:
@@ -217,7 +216,6 @@ def test_ranks_that_are_divided_anew_begin_their_commits_anew(tmp_path: Path) ->
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_store_with_a_pinned_commit_is_not_divided_anew(tmp_path: Path, num_ranks: int) -> None:
-    """All ranks get the advice, and the store is unchanged; once it is unpinned it is divided."""
     path = tmp_path / "s"
     train_on(path, 2, 4, retention=2)
     with tc.Store.open(path) as store:
@@ -340,7 +338,6 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_what_changed_since_a_commit_is_what_was_trained_since(tmp_path: Path, num_ranks: int) -> None:
-    """Whole rows of every sharding, since every commit that is kept, at any of them; after a rollback too."""
     path = tmp_path / "s"
     train_on(path, num_ranks, 6, retention=4)
     sharded_world.ahead(path, num_ranks, 0)

@@ -155,7 +155,6 @@ def join_a_part(ranks: AnyCommunicator) -> list[Any]:
 
 
 def test_a_group_of_some_of_the_processes_is_joined(ranks_pool: RanksPool) -> None:
-    """Ranks count within the group; a process outside gets an error."""
     outside, *inside = ranks_pool.run(3, join_a_part)
     assert outside == ["this process is not in the given process group: pass a group that includes it"]
     told = [[1, 2], [1, 2], [1, 2], [2, 3]]
@@ -208,7 +207,6 @@ def give_back_too_early(ranks: AnyCommunicator) -> list[Any]:
 
 
 def test_gradients_that_are_given_back_before_their_backward_are_refused_on_all_ranks(ranks_pool: RanksPool) -> None:
-    """After it they may be returned: each rank gets the gradients of its samples, times the number of ranks."""
     told = ranks_pool.run(3, give_back_too_early)
 
     sentence = "collected vectors have no gradient: run the pipeline's step with them before give_back"
@@ -313,7 +311,6 @@ def test_agreements_wait_for_days_once_all_ranks_have_met(ranks_pool: RanksPool)
 
 
 def test_alone_nothing_is_copied_and_nobody_is_asked() -> None:
-    """Without a process group there is one rank, and torch.distributed stays untouched."""
     ranks = communicator_of()
     assert not dist.is_initialized()
     assert (ranks.rank, ranks.size) == (0, 1)

@@ -155,7 +155,6 @@ def test_a_wire_of_16_bits_loses_no_more_than_its_bits(
 
 
 def test_rows_of_replicated_tables_are_mirrored_and_do_not_travel(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Every rank has the vectors of all rows of the pass on its device; gradients travel all the same."""
     passes = known("all replicated").cut(tmp_path / "passes")
     known("row slices").cut(tmp_path / "rows" / "passes")
     parts = ranks_pool.run(2, train, name="all replicated", folder=str(tmp_path))
@@ -189,7 +188,6 @@ def test_owners_pool_features_where_that_is_fewer_bytes(ranks_pool: RanksPool, t
 def test_an_id_outside_its_table_is_said_on_every_rank_and_training_goes_on(
     ranks_pool: RanksPool, tmp_path: Path, alone: Any, size: int, bad_rank: int, number: int
 ) -> None:
-    """One message on each; a new loop over the passes then trains as if nothing had happened."""
     known("row slices").cut(tmp_path / "passes")
     parts = ranks_pool.run(
         size, ask_wrongly, name="row slices", folder=str(tmp_path), bad_rank=bad_rank,
@@ -332,7 +330,6 @@ def compare(pool: RanksPool, record: dict[str, Any], size: int) -> None:
 @settings(max_examples=4, deadline=None, suppress_health_check=ANY)
 @given(record=records(), size=st.integers(2, 4))
 def test_random_trainings_are_those_of_one_process(ranks_pool: RanksPool, record: dict[str, Any], size: int) -> None:
-    """Any tables, features, sharding plans, batches, accumulation and commits on 2 to 4 ranks."""
     compare(ranks_pool, record, size)
 
 

@@ -93,7 +93,6 @@ def trained(path: Path, engine: str, between: Callable[[Path], None]) -> list[An
 def test_ranks_whose_store_was_moved_write_nothing_there(
     tmp_path: Path, engine: str, change: Callable[[Path], None]
 ) -> None:
-    """All of them end with an error; the store at the path and the moved one open at their commits."""
     path, held = tmp_path / "s", dict[str, bytes]()
     train_on(tmp_path / "other", 2, 4, engine=engine)
 
@@ -120,7 +119,6 @@ def test_ranks_whose_store_was_moved_write_nothing_there(
 def test_ranks_of_which_one_was_moved_make_no_commit(
     tmp_path: Path, engine: str, change: Callable[[Path], None]
 ) -> None:
-    """All of them end with an error, and nothing is written in its place; put back, the store is at its commit."""
     path, held = tmp_path / "s", dict[str, bytes]()
     train_on(tmp_path / "other", 2, 4, engine=engine)
 

@@ -116,7 +116,6 @@ def assert_same(folder: Path, name: str, found: dict[str, Any], plain: dict[str,
 def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
     ranks_pool: RanksPool, folder: Path, plain: Plain, depth: int, prefetch: int | None, options: dict[str, Any]
 ) -> None:
-    """Losses, rows, optimizer state and dense weights; the last pass is committed when the cache closes."""
     name, theirs = f"{depth}-{prefetch}-{options}.tc", f"plain-{options}.tc" if options else "plain.tc"
     given = {"folder": str(folder), "depth": depth, "prefetch": prefetch}
     (found, _) = ranks_pool.run(2, fetch, name=name, **given, **options)
@@ -193,7 +192,6 @@ def train_flat(ranks: AnyCommunicator, folder: str, name: str, *, how: str, stop
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_end_with_the_bits_of_a_loop_over_passes(tmp_path: Path, ranks_pool: RanksPool, size: int) -> None:
-    """All at once, by batches up to the length, and resumed after a stop inside a pass."""
     CASE.cut(tmp_path / "passes")
     expected = ranks_pool.run(size, train_flat, folder=str(tmp_path), name="passes.tc", how="passes")[0]
     rows = stored(tmp_path, "passes.tc")

@@ -118,7 +118,6 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all(
 
 @pytest.mark.parametrize("drops_first", [False, True])
 def test_a_pass_whose_only_step_is_skipped_is_trained(ranks_pool: RanksPool, tmp_path: Path, drops_first: bool) -> None:
-    """On all ranks, wherever the loop calls zero_grad()."""
     CASE.cut(tmp_path / "passes")
     how = {"large": [[1, 0, 1]], "epochs": 3, "batch": 96, "drops_first": drops_first}
     for one in ranks_pool.run(2, train_scaled, folder=str(tmp_path), **how):
@@ -252,7 +251,6 @@ def cut_keys(folder: Path, passes: int = 1) -> None:
 
 
 def test_ranks_train_plain_keys_as_one_process(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Each has its samples; gradients are averaged as DistributedDataParallel averages them."""
     cut_keys(tmp_path)
     for size in (1, 2):
         found = ranks_pool.run(size, plain, folder=str(tmp_path), name=f"{size}.tc", wrong="")
@@ -262,7 +260,6 @@ def test_ranks_train_plain_keys_as_one_process(ranks_pool: RanksPool, tmp_path: 
 
 @pytest.mark.parametrize("wrong", ["validates alone", "other order"])
 def test_ranks_that_look_other_keys_up_are_told_so(ranks_pool: RanksPool, tmp_path: Path, wrong: str) -> None:
-    """On all ranks, and at once: no rank gets another one's keys."""
     cut_keys(tmp_path)
     for one in ranks_pool.run(2, plain, folder=str(tmp_path), name="wrong.tc", wrong=wrong):
         assert "look" in one["error"], one

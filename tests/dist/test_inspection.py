@@ -35,7 +35,6 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_info_counts_every_row_once(path: Path) -> None:
-    """By table over all ranks, slices of a table together; and each rank separately."""
     found = json.loads(run("info", path, "--json"))
     wanted = {name: len(keys) for name, keys in expected(Cursor(2)).items()}
     assert {table["name"]: table["rows"] for table in found["tables"]} == wanted
@@ -198,7 +197,6 @@ def test_lookup_shows_whole_rows(path: Path) -> None:
 
 
 def test_commands_are_for_all_ranks(path: Path) -> None:
-    """The folder of one rank is not a store for any of them, and the message names the store."""
     words = "/rank-1 has the rows of one rank of a store: pass the path of the whole store, which all ranks commit"
     for command in (
         ("info",), ("verify",), ("compact",), ("reorganize", path), ("rollback", "--to", 2), ("pin", "best"), ("diff",),

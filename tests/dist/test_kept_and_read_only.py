@@ -35,7 +35,6 @@ def keep(_: AnyCommunicator, case: str, folder: str, **options: Any) -> dict[str
 def test_ranks_go_on_from_what_they_kept_to_the_same_bits(
     ranks_pool: RanksPool, tmp_path: Path, commit_every: int
 ) -> None:
-    """All keep the same commit, in the middle of a pass and after its last batch."""
     CASES["bags"].cut(tmp_path / "passes")
     options = {"case": "bags", "folder": str(tmp_path), "commit_every": commit_every}
     plain = ranks_pool.run(2, train, **options)
@@ -95,7 +94,6 @@ def alone(_ranks: AnyCommunicator, case: str, folder: str) -> str:
 
 
 def test_ranks_evaluate_a_store_that_was_opened_for_reading(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """With the bits of those that may train it; a training is refused, and so is another number of ranks."""
     CASES["bags"].cut(tmp_path / "passes")
     ranks_pool.run(2, train, case="bags", folder=str(tmp_path), epochs=1)
     expected, found = (

@@ -62,7 +62,6 @@ def test_every_way_to_open_says_what_is_there(sharded: Path, name: str, what: st
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", [*NO_FILES])
 def test_what_has_the_name_of_a_new_rank_is_not_written_over(tmp_path: Path, what: str) -> None:
-    """Every rank names the obstacle, and both stay unchanged; an empty folder is used."""
     path = tmp_path / "s"
     train_on(path, 2, 2)
     NO_FILES[what](path / "rank-2")
@@ -81,7 +80,6 @@ def test_what_has_the_name_of_a_new_rank_is_not_written_over(tmp_path: Path, wha
 
 @pytest.mark.parametrize("what", ["a FIFO", "a socket", "a device", "a link to itself"])
 def test_drafts_are_written_over(tmp_path: Path, what: str) -> None:
-    """Drafts of a rank's marker and of the note of folders, whoever left them."""
     path, disk = tmp_path / "s", tmp_path / "disk"
     train_on(path, 2, 1)
     (disk / "rank-2").mkdir(parents=True)

@@ -154,7 +154,6 @@ def test_ranks_that_read_by_owner_and_differ_are_told_so(ranks_pool: RanksPool, 
 
 
 def test_a_feature_that_gets_weights_keeps_its_rows(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """If it is announced; otherwise the message says how."""
     CASE.cut(tmp_path / "passes")
 
     told = ranks_pool.run(2, weigh, folder=str(tmp_path), announced=True)
@@ -166,7 +165,6 @@ def test_a_feature_that_gets_weights_keeps_its_rows(ranks_pool: RanksPool, tmp_p
 
 
 def test_ids_that_a_batch_does_not_have_are_one_sentence(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """For a feature pooled elsewhere, an unused one and an unknown one; other operations work."""
     CASE.cut(tmp_path / "passes")
 
     for told in ranks_pool.run(2, ask_for_ids, folder=str(tmp_path), names=["more", "tag", "mor"]):

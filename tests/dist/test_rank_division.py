@@ -105,7 +105,6 @@ def test_a_division_that_was_begun_changes_nothing(tmp_path: Path, until: str, e
 
 
 def test_ranks_may_be_on_other_disks_and_move(tmp_path: Path) -> None:
-    """Each is in the folder that was given for it; moved by hand, with shard_dirs= saying where to."""
     path, disk = tmp_path / "s", tmp_path / "disk ü" / "deep"
     train_on(path, 2, 3, shard_dirs=[path, disk])
     assert (disk / "rank-1" / "store.json").exists()

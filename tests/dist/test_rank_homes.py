@@ -41,7 +41,6 @@ WRITERS: dict[str, Callable[[Path], list[Any]]] = {
 @ENGINES
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_copy_of_the_store_alone_is_not_trained(tmp_path: Path, writer: str, engine: str) -> None:
-    """The error names both stores, and the rank's folder is unchanged; the copy is read, the original trains on."""
     path, copy = tmp_path / "s", tmp_path / "copy"
     folder = made(path, tmp_path / "disk", engine=engine)
     shutil.copytree(path, copy)
@@ -89,7 +88,6 @@ def test_a_copy_with_its_folders_trains_beside_the_original(tmp_path: Path, engi
 
 
 def test_a_store_that_was_moved_goes_on(tmp_path: Path) -> None:
-    """Its old path has nothing, or another store, and the folder gets the new one."""
     path, disk = tmp_path / "s", tmp_path / "disk"
     folder = made(path, disk)
     path.rename(tmp_path / "moved")

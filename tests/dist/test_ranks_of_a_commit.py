@@ -104,7 +104,6 @@ LIES = [
 
 @pytest.mark.parametrize(("change", "words"), LIES, ids=range(len(LIES)))
 def test_a_record_that_makes_no_sense_is_one_error(record: bytes, change: Callable[..., None], words: str) -> None:
-    """Folders that lead elsewhere, missing ranks, and shardings of other tables."""
     with pytest.raises(CorruptStoreError, match=words) as caught:
         CommitRecord.from_bytes(changed(record, change), "it")
     assert "\n" not in str(caught.value)

@@ -336,7 +336,6 @@ def test_missing_keys_are_looked_up_and_not_trained_as_on_one_process(
 
 
 def test_a_key_that_the_pass_lacks_is_named_on_its_rank_and_told_to_all(ranks_pool: RanksPool, place: Path) -> None:
-    """With table, key and batch; the batch does not count, and all ranks continue with another one."""
     told = ranks_pool.run(3, missing_on_one_rank, folder=str(place))
 
     sentence = (
@@ -372,7 +371,6 @@ def test_a_rank_that_makes_other_batches_is_told_of_on_all(
 
 
 def test_batches_without_a_sample_are_empty_on_all_ranks(ranks_pool: RanksPool, place: Path) -> None:
-    """They count as batches; when all ranks have ended there is none."""
     told = ranks_pool.run(2, nothing_at_all, folder=str(place))
 
     assert told == [[[0, 0.0, [0, 66]]] * 2 + [0, 2, 0, True, 2, True]] * 2

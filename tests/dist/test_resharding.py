@@ -67,7 +67,6 @@ def check_rows(store: Store, sharding: ShardingPlan, rank: int, wanted: dict[str
 def test_every_key_and_column_is_in_one_new_part_with_its_state(
     old: ShardingPlan, new: ShardingPlan, commits: int
 ) -> None:
-    """From any sharding to any other, at any commit: the bits of vectors and of their state."""
     shards = old_shards(old, commits)
     whole = OneStore(TABLES, old, shards)  # closes the shards when collected
     cursor = shards[0].commit.cursor
@@ -228,7 +227,6 @@ def test_folders_of_old_ranks_that_stay_go_with_the_next_opening(
 
 
 def test_folders_get_names_that_commits_can_read(tmp_path: Path) -> None:
-    """For folders of any name; one that cannot be printed is refused before anything is made."""
     path = tmp_path / "s"
     train_on(path, 2, 1, Cursor(0), shard_dirs=[path, tmp_path / "x" / ".." / "disk"])
     assert newest_record(path).folders == (".", str(tmp_path / "disk" / "rank-1"))

@@ -52,7 +52,6 @@ def opened(ranks: AnyCommunicator, folder: str, by_rank: list[dict[str, Any]]) -
 def test_ranks_with_different_folders_are_refused(
     ranks_pool: RanksPool, tmp_path: Path, one: dict[str, Any], other: dict[str, Any], words: str
 ) -> None:
-    """On all ranks with the same message, and nothing is made; differing paths are shown in full."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to("a")
@@ -87,7 +86,6 @@ def test_ranks_with_different_folders_are_refused(
 def test_paths_that_lead_to_one_folder_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one: str, other: str
 ) -> None:
-    """Absolute or not, by links, whether it is there or not; another name in the same folder is another place."""
     for name in ("a", "b", "there.tc"):
         (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to("a")
@@ -103,7 +101,6 @@ def test_paths_that_lead_to_one_folder_are_the_same(
 
 
 def test_ranks_train_one_store_by_different_paths(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """One of them by a link: the result opens by both."""
     (tmp_path / "link").symlink_to(tmp_path)
     CASES["one"].cut(tmp_path / "passes")
     asked = [{"store": str(tmp_path / "model.tc")}, {"store": str(tmp_path / "link" / "model.tc")}]
@@ -176,7 +173,6 @@ def train(ranks: AnyCommunicator, folder: str, *, what: str, when: str) -> dict[
 def test_settings_of_one_rank_alone_are_never_committed(
     ranks_pool: RanksPool, tmp_path: Path, what: str, when: str
 ) -> None:
-    """All ranks raise an error that names the setting, both values and what to do; the store has the pass before."""
     CASE.cut(tmp_path / "passes")
     found = ranks_pool.run(2, train, folder=str(tmp_path), what=what, when=when)
     for one in found:

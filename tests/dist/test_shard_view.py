@@ -116,7 +116,6 @@ def test_every_column_of_every_row_has_one_owner(sharding: ShardingPlan, sets: l
 @settings(max_examples=25, deadline=None)
 @given(sharding=shardings())
 def test_shares_of_all_ranks_are_the_dataset(passes: tc.PassDataset, sharding: ShardingPlan) -> None:
-    """Keys and counts of each rank match its owned local ids, and its layout the owners' table."""
     shares = [ShardView(passes, sharding, rank) for rank in range(sharding.num_ranks)]
     layouts = [RowOffsets.of(share, group_tables(share.tables)) for share in shares]
     for p, one in enumerate(passes.passes):
@@ -138,7 +137,6 @@ def test_shares_of_all_ranks_are_the_dataset(passes: tc.PassDataset, sharding: S
 
 
 def test_a_share_says_what_it_is_of(passes: tc.PassDataset) -> None:
-    """Sharding and rank decide the digest of the share, and the dataset its own; an invalid rank has none."""
     share = ShardView(passes, MIXED, 2)
     assert share.share == ShardView(passes, ShardingPlan.from_record(MIXED.to_record()), 2).share
     assert share.share not in {ShardView(passes, *other).share for other in ((ONE_RANK, 2), (MIXED, 1))}

@@ -200,7 +200,6 @@ def test_a_reader_opens_while_a_training_drops_the_oldest_commits(
 def test_damage_that_an_older_commit_alone_needs_spoils_no_other(
     tmp_path: Path, name: str, damage: Callable[[Path], object], words: str
 ) -> None:
-    """The newest is read, and each older one that is whole; the damaged one, verification and writers report it."""
     path = tmp_path / "s"
     train_on(path, 2, 4, engine="zarr", retention=3)
     damage(path / "rank-1" / name)
@@ -256,7 +255,6 @@ def test_one_process_begins_anew_where_nothing_was_committed(tmp_path: Path) -> 
 
 
 def test_a_budget_of_blocks_binds_every_rank(tmp_path: Path) -> None:
-    """Also if one process has all of them open; a failed write changes no rank."""
     path = tmp_path / "s"
     train_on(path, 3, 5, engine="zarr")
     with Store.open(path, store_budget=1) as store:

@@ -62,7 +62,6 @@ def test_one_rank_that_is_given_its_folder_ends_with_the_bits_of_one_process(
 def test_folders_of_ranks_that_make_no_sense_are_refused(
     ranks_pool: RanksPool, tmp_path: Path, size: int, folders: list[str], words: str
 ) -> None:
-    """Too few, too many, or another one than the store's for rank 0: nothing is made."""
     CASES["one"].cut(tmp_path / "passes")
     given = [folder if "://" in folder else str(tmp_path / folder) for folder in folders]
 
@@ -75,7 +74,6 @@ def test_folders_of_ranks_that_make_no_sense_are_refused(
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("within", [False, True])
 def test_a_training_that_was_left_goes_on_to_the_same_bits(ranks_pool: RanksPool, tmp_path: Path, within: bool) -> None:
-    """Left in the middle of a pass, after a commit there or not."""
     whole = on_ranks(ranks_pool, 2, tmp_path / "whole", "bags")
 
     on_ranks(ranks_pool, 2, tmp_path / "left", "bags", train_and_stop, passes=5, batches=2, within=within)

@@ -63,7 +63,6 @@ def test_ranges_of_hashes_follow_one_another_and_are_alike(num_ranks: int) -> No
     ),
 )
 def test_a_record_gives_the_same_sharding_back(ranks: int, kinds: dict[str, Any]) -> None:
-    """Through JSON, with the same digest, whatever the order of tables."""
     tables = {}
     for name, how in kinds.items():
         owners = [rank % ranks for rank in how] if isinstance(how, list) else []
@@ -135,7 +134,6 @@ JSON = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(JSON | st.fixed_dictionaries({"num_ranks": st.integers(1, 3), "tables": st.dictionaries(st.just("a"), JSON)}))
 def test_any_record_is_read_or_refused(record: Any) -> None:
-    """No other error is raised, and an accepted record is equal when written again."""
     try:
         sharding = ShardingPlan.from_record(record)
     except ValueError:
@@ -269,7 +267,6 @@ def test_costs_are_numbers_above_0(number: Any) -> None:
 
 
 def test_what_is_no_sharding_is_refused(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """On every rank, with what it may be; also unknown kinds and tables in rules."""
     ONE.cut(tmp_path / "passes")
     for asked, words in (
         (5, "sharding is 5: it must be a strategy, kinds by table, ShardingRules or a ShardingPlan"),

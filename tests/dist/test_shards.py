@@ -69,7 +69,6 @@ def digest(path: Path) -> str:
 @ENGINES
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_store_of_several_ranks_resumes_where_they_stopped(tmp_path: Path, num_ranks: int, engine: str) -> None:
-    """Rows of every sharding are whole after every commit, and a second opening changes nothing."""
     path, cursor = tmp_path / "s", None
     for _ in range(3):
         train_on(path, num_ranks, 3, engine=engine)
@@ -149,7 +148,6 @@ def test_a_rank_that_prepared_a_commit_prepares_no_other_one(tmp_path: Path, eng
 
 
 def test_nothing_is_published_unless_all_ranks_prepared_it(tmp_path: Path) -> None:
-    """Another cursor on one rank, or an unprepared commit, is an error on every rank, and changes nothing."""
     path = tmp_path / "s"
     train_on(path, 2, 1, Cursor(0))
 
@@ -219,7 +217,6 @@ class Switch:
 def test_a_publication_that_found_no_room_may_be_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, step: str
 ) -> None:
-    """Every rank raises an error, and the previous commit is valid."""
     path, full = tmp_path / "s", Switch(monkeypatch, CommitWriter, step, lambda _: no_room())
 
     def body(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:

@@ -197,7 +197,6 @@ def test_one_training_at_a_time(tmp_path: Path) -> None:
 
 @ENGINES
 def test_the_rows_of_a_rank_are_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
-    """Under any name and path: it cannot be written, read or made a store."""
     path, disk = tmp_path / "s", tmp_path / "disk 1"
     train_on(path, 2, 4, shard_dirs=[path, disk], engine=engine)
     folder = disk / "rank-1"
@@ -222,7 +221,6 @@ def test_the_rows_of_a_rank_are_no_store(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_is_asked_wrongly_is_one_error(tmp_path: Path) -> None:
-    """Another number of ranks, another sharding, other tables, another engine, something else at the path."""
     path = tmp_path / "s"
     train_on(path, 2, 2)
     for num_ranks, options, kind, words in (

@@ -85,7 +85,6 @@ def in_time(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("slow", ["read", "put", "publish"])
 def test_a_slow_disk_is_not_a_dead_rank(ranks_pool: RanksPool, tmp_path: Path, in_time: Any, slow: str) -> None:
-    """At a switch, while a dump is written, and at a commit inside a pass: the rows end with the same bits."""
     WIDE.cut(tmp_path / "passes")
     found = ranks_pool.run(2, trained, folder=str(tmp_path), slow=slow)
 
@@ -98,7 +97,6 @@ def test_a_slow_disk_is_not_a_dead_rank(ranks_pool: RanksPool, tmp_path: Path, i
 
 
 def test_an_error_of_a_slow_disk_reaches_all(ranks_pool: RanksPool) -> None:
-    """With its message, when it is raised."""
     assert ranks_pool.errors(2, fails_late) == [
         (RankError.__name__, "rank 1 failed while reading rows: OSError: the disk is gone"),
         ("OSError", "the disk is gone"),
