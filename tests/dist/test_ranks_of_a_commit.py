@@ -3,9 +3,9 @@
 import json
 import re
 import struct
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -263,31 +263,23 @@ def test_markers_of_any_bytes_are_refused_in_a_sentence(tmp_path: Path) -> None:
 def test_a_rank_is_deleted_by_several_at_once_and_whatever_is_made_there_meanwhile(tmp_path: Path) -> None:
     path = tmp_path / "s"
     train_on(path, 2, 2)
-    id_, ended = store_id(path), threading.Event()
-    place = RankFolder(path, "/".join((str(tmp_path / "disk"), "rank-1")), 1, id_)
+    place = RankFolder(path, str(tmp_path / "disk" / "rank-1"), 1, store_id(path))
 
     def disturb() -> None:
-        while not ended.is_set():
-            try:
+        for _ in range(20):
+            with suppress(OSError):
                 (place.path / "leases").mkdir(exist_ok=True)
                 (place.path / "leases" / "7").touch()
                 (place.path / "leases" / "7").unlink()
-            except OSError:
-                pass
 
     with ThreadPoolExecutor(4) as pool:
-        disturbing = pool.submit(disturb)
-        try:
-            for _ in range(50):
-                place.make("lmdb")
-                for name in ("data.mdb", "blocks/1", "blocks/2"):
-                    (place.path / name).parent.mkdir(exist_ok=True)
-                    (place.path / name).touch()
-                for done in [pool.submit(place.delete) for _ in range(3)]:
-                    done.result()
-        finally:
-            ended.set()
-        disturbing.result()
+        for _ in range(50):
+            place.make("lmdb")
+            for name in ("data.mdb", "blocks/1", "blocks/2"):
+                (place.path / name).parent.mkdir(exist_ok=True)
+                (place.path / name).touch()
+            for done in [pool.submit(work) for work in (disturb, *[place.delete] * 3)]:
+                done.result()
     place.delete()
     assert not (place.path / "data.mdb").exists()
     assert not (place.path / "store.json").exists()

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,18 @@ def note_dense(number: int, events: list[str], arrived: list[threading.Event], s
     events.append(f"dense {number}")
 
 
+def spy(there: Any, name: str, note: Callable[[], object]) -> None:
+    """Have a method of an object call ``note`` when it returns."""
+    plain = getattr(there, name)
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        found = plain(*arguments, **options)
+        note()
+        return found
+
+    setattr(there, name, noted)
+
+
 def overlapped(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str, queued: bool = False) -> list[str]:
     """Train one batch of 4 micro-batches, whose dense parts wait for earlier events; return the order.
 
@@ -46,16 +59,14 @@ def overlapped(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str,
     one, events = CASES[case], list[str]()
     with open_sharded(one, folder, queued=queued) as cache:
         model, optimizer = model_of(cache, one)
-        ask = cache._exchange.input_dist.exchange
 
-        def asked(*arguments: Any, **options: Any) -> Any:
+        def asked() -> None:
             assert threading.current_thread().name.startswith("tiercache-input")
-            return ask(*arguments, **options)
 
         def check() -> None:
             assert (threading.current_thread() is threading.main_thread()) == (queued or schedule == "simple")
 
-        cache._exchange.input_dist.exchange = asked  # type: ignore[method-assign]
+        spy(cache._exchange.input_dist, "exchange", asked)
         arrived = noting_rows(cache._exchange.rows, events, check)
         passes = cache.passes(epochs=1)
         for batches in next(passes).steps(one.batch, micro_batches=4, schedule=schedule):
@@ -79,20 +90,14 @@ def asked_ahead(ranks: AnyCommunicator, case: str, folder: str, *, queued: bool)
         model, optimizer = model_of(cache, one)
         done = threading.Condition()
 
-        def noted(name: str, call: Any) -> Any:
-            def made(*arguments: Any, **options: Any) -> Any:
-                found = call(*arguments, **options)
-                with done:
-                    events.append(f"{name} {threading.current_thread().name.split('_')[0]}")
-                    done.notify_all()
-                return found
-
-            return made
+        def note(call: str) -> None:
+            with done:
+                events.append(f"{call} {threading.current_thread().name.split('_')[0]}")
+                done.notify_all()
 
         for name in ("input", "exchange"):
-            there = getattr(cache._parts.communicators, name)
             for method in ("exchange_splits", "all_to_all"):
-                setattr(there, method, noted(f"{name} {method}", getattr(there, method)))
+                spy(getattr(cache._parts.communicators, name), method, partial(note, f"{name} {method}"))
         passes = cache.passes(epochs=1)
         first = next(passes)
         for number, batch in enumerate(first.batches(one.batch)):
@@ -132,16 +137,12 @@ def waits(ranks: AnyCommunicator, case: str, folder: str, *, sharding: dict[str,
         model, optimizer = model_of(cache, one)
         backend, runtime = cache._backend, cache._backend._runtime
 
-        def noted(name: str, call: Any) -> Any:
-            def made(*arguments: Any, **options: Any) -> Any:
-                if threading.current_thread() is threading.main_thread():
-                    found.append(name)
-                return call(*arguments, **options)
-
-            return made
+        def note(name: str) -> None:
+            if threading.current_thread() is threading.main_thread():
+                found.append(name)
 
         for there, name in ((backend, "slot_mask"), (runtime, "download"), (runtime, "synchronize")):
-            setattr(there, name, noted(name, getattr(there, name)))
+            spy(there, name, partial(note, name))
         passes = cache.passes(epochs=1)
         for number, batch in enumerate(next(passes).batches(one.batch)):
             if number == 1:
