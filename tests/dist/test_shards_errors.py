@@ -215,7 +215,7 @@ def test_the_rows_of_a_rank_are_no_store(tmp_path: Path, monkeypatch: pytest.Mon
     for text in ("", "[]", '{"format": "mine"}', None):  # a damaged marker, or none
         (folder / "store.json").unlink() if text is None else (folder / "store.json").write_text(text)
         held = files_of(folder)
-        with pytest.raises(NotAStoreError, match="" if text is None else r"store\.json"):
+        with pytest.raises(NotAStoreError, match="rank-1" if text is None else r"store\.json"):
             Store.open(folder, tables=tables)
         assert held.items() <= files_of(folder).items()
 
