@@ -209,8 +209,8 @@ def test_damage_that_an_older_commit_alone_needs_spoils_no_other(
             assert list(problems(store)) == []
     with pytest.raises(CorruptStoreError, match=words):
         state_of_rank(path, 1, 2)
-    with Store.open(path, mode="r") as store, pytest.raises(CorruptStoreError, match=words):
-        store.at(2).ranks[1].state()
+    with Store.open(path, mode="r") as store, pytest.raises(CorruptStoreError, match=words), store.at(2) as older:
+        older.ranks[1].state()
     found = verify(path)["problems"]
     assert any(re.search(words, sentence) for sentence in found)
     assert all(sentence.startswith("in commit 2, ") and "/s/rank-1" in sentence for sentence in found)
