@@ -85,7 +85,7 @@ def assert_refused(errors: list[tuple[str, str] | None], sentence: str) -> None:
     assert {"BudgetError", "ValueError"} & {error[0] for error in errors if error is not None}
 
 
-OTHER_PASSES: dict[str, Any] = {"reorganize": True}
+OTHER_PASSES: dict[str, Any] = {"reorganize": True, "sharding": sharded("row_wise")}
 """The options of a training of other passes."""
 
 
