@@ -91,14 +91,16 @@ def test_ranks_killed_in_the_midst_of_a_training_go_on_to_the_same_bits(tmp_path
                 moment = seconds * max(generator.random(), generator.random())
                 victims = [*range(size)] if generator.random() < 0.3 else [generator.randrange(size)]
                 errors = killed_at(pool, size, folder, moment, victims)
-                kills -= any(errors)
+                if not any(errors):
+                    break
+                kills -= 1
                 told_why += any(error is not None and error.kind == "RankError" for error in errors)
                 with suppress(StoreMissingError), Store.open(folder / "model.tc", mode="r") as store:
                     found = store.commit.cursor if store.commit else Cursor(0)
                     assert found >= at, "a commit is lost"
                     at = found
                     assert verify(folder / "model.tc")["problems"] == []
-                behind_a_commit += any(errors) and at > Cursor(0)
+                behind_a_commit += at > Cursor(0)
             ended = on_ranks(pool, size, folder, "bags")
             assert_same_rows(stored(folder), rows)
             for name, value in dense.items():
