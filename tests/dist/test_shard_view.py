@@ -1,5 +1,7 @@
 """Shares of a dataset: every row, or slice of its columns, has one owner, and every rank knows it."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiercache as tc
-from tests.train.cases import Case, Spec, table
+from tests.train.cases import Case, Spec, device_of_tests, table
 from tests.train.devices import shim
 from tiercache.dist.shard_layout import find_owners
 from tiercache.dist.shard_view import ShardView
@@ -17,6 +19,7 @@ from tiercache.planning.sharding_planner import sliced
 from tiercache.rows.backends.open_backend import open_backend
 from tiercache.rows.device import DeviceTier, SlotAssignment
 from tiercache.rows.prefetch import first_vectors, initial_vectors
+from tiercache.store import MemoryEngine
 from tiercache.store.bits import hash_keys
 from tiercache.store.row_codec import from_words, initial_rows
 from tiercache.store.sharding import ShardingPlan, Slice, TableSharding
@@ -198,6 +201,38 @@ def test_a_device_that_makes_rows_itself_leaves_slices_to_the_host() -> None:
     backend = shim()
     assert backend.generates(whole)
     assert not backend.generates(ShardingPlan(2, {"t": sliced(8, [0, 1])}).shard_tables([whole], 1)[0])
+
+
+@pytest.mark.parametrize(("start", "dtype"), [("uniform", "float32"), ("normal", "bfloat16"), ("uniform", "float16")])
+def test_the_parts_of_all_ranks_put_side_by_side_are_the_whole_rows(tmp_path: Path, start: str, dtype: str) -> None:
+    """Trained without a step, in the store as in an evaluation, and after a reorganize that makes new rows."""
+    case = Case(
+        tables=(table("t", 7, initializer=STARTS[start], dtype=dtype), table("u", 4)),
+        specs=(Spec(name="f", table="t"), Spec(name="g", table="u")),
+    )
+    passes = case.cut(tmp_path / "passes")
+    others = replace(case, data_seed=1, num_keys=400).cut(tmp_path / "others")
+    sharding = ShardingPlan(3, {"t": sliced(7, [2, 0, 1]), "u": sliced(4, [0, 0])})
+    strange = np.array([10**12, -7], dtype=np.int64)
+    for rank in range(3):
+        share, other = (cast("tc.PassDataset", ShardView(some, sharding, rank)) for some in (passes, others))
+        store = tc.Store.open(None, tables=share.tables, engine=MemoryEngine())
+        with tc.TierCache(
+            store, share, device=device_of_tests(), device_budget="1MiB", host_budget="8MiB", progress=False
+        ) as cache:
+            for p in cache.passes(1):
+                p.skip()
+            (part,) = (one for one in share.tables if one.name == "t")
+            columns = slice(part.first_column, part.first_column + part.dim)
+            now = cache.live_rows().fields("t", strange)[0]
+            np.testing.assert_array_equal(now, initial_rows(case.tables[0], strange)[0][:, columns])
+        tc.reorganize(store, other, progress=False)
+        chunks = list(store.scan("t"))
+        keys = np.concatenate([some for some, _ in chunks])
+        vectors = np.concatenate([fields[0] for _, fields in chunks])
+        both = np.union1d(*(np.concatenate([p.keys("t") for p in some.passes]) for some in (passes, others)))
+        np.testing.assert_array_equal(np.sort(keys), both)
+        np.testing.assert_array_equal(vectors, initial_rows(case.tables[0], keys)[0][:, columns])
 
 
 @pytest.mark.parametrize("device", ["cpu", "shim"])
