@@ -85,8 +85,7 @@ def put(engine: Engine, contents: Sequence[Content], *, stable: bool = False, or
 
 def publish(engine: Engine, number: int, contents: Sequence[Content] = ()) -> list[Content]:
     """Put blobs, and publish a commit; return them together with the commit's blob."""
-    data = f"commit {number}".encode() * 9
-    contents = put(engine, [*contents, plain(f"commits/{number}", np.frombuffer(data, np.uint8))])
+    contents = put(engine, [*contents, commit_of(number)])
     engine.publish(head_of(number), head_of(number - 1) if number else None)
     return contents
 
@@ -107,10 +106,15 @@ def assert_broken_by_a_failed_sync(engine: Engine, monkeypatch: pytest.MonkeyPat
     engine.close()
 
 
+def commit_of(number: int) -> Content:
+    """Return the commit that ``publish`` puts for a number."""
+    return plain(f"commits/{number}", np.frombuffer(f"commit {number}".encode() * 9, np.uint8))
+
+
 def head_of(number: int) -> Head:
-    """Return the head that ``publish`` creates for a number."""
-    data = f"commit {number}".encode() * 9
-    return Head(f"commits/{number}", len(data), hashlib.sha256(data).hexdigest())
+    """Return the head of that commit."""
+    blob, pieces = commit_of(number)
+    return Head(blob.name, blob.size, hashlib.sha256(pieces[0].tobytes()).hexdigest())
 
 
 def bytes_of(engine: Engine, blob: Blob, low: int, high: int) -> bytes:

@@ -75,15 +75,15 @@ def test_the_digest_of_a_commit_is_that_of_its_blob() -> None:
 
 
 def test_a_slot_of_head_is_that_of_the_format(tmp_path: Path) -> None:
-    """Publish 5 is in the second slot; the first one is empty."""
+    """A new file has publish 5 in its second slot; a drop makes both slots the same."""
     digest = hashlib.sha256(b"commit 5")
-    Slot(5, digest.hexdigest()).create(tmp_path)
-    data = (tmp_path / "HEAD").read_bytes()
-    slot = b"tc head\n" + (5).to_bytes(8, "little") + digest.digest()
+    made = Slot(5, digest.hexdigest())
+    made.create(tmp_path)
     (checksum,) = re.findall(r"`commit 5` the last four bytes are `([0-9a-f ]+)`", page("lmdb.md"))
-    assert len(data) == 8192
-    assert data[4096 : 4096 + 52] == slot + bytes.fromhex(checksum)
-    assert not any(data[:4096] + data[4096 + 52 :])
+    slot = b"tc head\n" + (5).to_bytes(8, "little") + digest.digest() + bytes.fromhex(checksum)
+    assert (tmp_path / "HEAD").read_bytes() == bytes(4096) + slot.ljust(4096, b"\0")
+    made.write(tmp_path, other=True)
+    assert (tmp_path / "HEAD").read_bytes() == slot.ljust(4096, b"\0") * 2
 
 
 def test_an_entry_of_the_map_is_that_of_the_format() -> None:

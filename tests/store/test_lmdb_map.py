@@ -1,22 +1,23 @@
 """The map of LMDB: sized for its entries, and grown with them."""
 
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import lmdb
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.apart import ran
-from tests.store.blobs import Content, check, drop_all, head_of, plain, publish, put, some_bytes
+from tests.files import flip
+from tests.store.blobs import Content, bytes_of, check, drop_all, head_of, plain, publish, put, some_bytes
 from tests.store.damage import assert_sentence
+from tests.store.test_head import look
 from tiercache.store import CorruptStoreError, LmdbEngine, StoreError, StoreFullError
 from tiercache.store.engines import lmdb_engine
 from tiercache.store.engines.block_file import BlockFile
-from tiercache.store.engines.engine import ReadRequest
 from tiercache.store.engines.lmdb_map import LmdbFile
 
 TB = 1 << 40
@@ -26,16 +27,12 @@ TB = 1 << 40
 def test_the_size_of_the_file_system_is_nothing_to_the_map(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int
 ) -> None:
-    """A store is created and published on a file system of any size."""
     told = os.statvfs_result((1 << 20, 1 << 20, total >> 20, total >> 20, total >> 20, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: told)
-    engine = LmdbEngine(tmp_path, create=True)
-    kept = publish(engine, 0)
-    assert engine._env.info()["map_size"] < 1 << 30
-    engine.close()
-    engine = LmdbEngine(tmp_path, create=False)
-    check(engine, kept)
-    engine.close()
+    with closing(LmdbEngine(tmp_path, create=True)) as engine:
+        kept = publish(engine, 0)
+        assert engine._env.info()["map_size"] < 1 << 30
+    look(tmp_path, kept, readonly=False, commits=1)
 
 
 LIMITED = """
@@ -85,28 +82,23 @@ def test_a_map_that_is_too_small_grows_and_loses_nothing(
                 drop_all(engine, gone)
             assert engine.list().keys() == {one.blob.name for one in contents}
             assert engine.newest() == head_of(step)
-        publish(engine, len(steps))
+        contents += publish(engine, len(steps))
         engine.close()
-    reader = LmdbEngine(path, create=False, readonly=True)
-    check(reader, contents)
-    assert len(reader.list()) == len(contents) + 1
-    reader.close()
+    look(path, contents, commits=len(steps) + 1)
 
 
 def test_entries_outgrow_the_map_that_a_writer_begins_with(tmp_path: Path) -> None:
     """Real sizes, with 22,000 blobs twice: the publish copies all entries into a larger one."""
-    engine = LmdbEngine(tmp_path, create=True)
-    kept = publish(engine, 0)
-    assert engine._env.info()["map_size"] < 17 << 20
-    for number in range(1, 3):
-        blobs = [plain(f"segments/{number}.{i:0400d}/0/rows", some_bytes(0)) for i in range(22_000)]
-        kept += publish(engine, number, blobs)
-    assert engine._env.info()["map_size"] > 64 << 20
-    engine.close()
-    reader = LmdbEngine(tmp_path, create=False, readonly=True)
-    assert reader.list().keys() == {one.blob.name for one in kept}
-    check(reader, [kept[5]])
-    reader.close()
+    with closing(LmdbEngine(tmp_path, create=True)) as engine:
+        kept = publish(engine, 0)
+        assert engine._env.info()["map_size"] < 17 << 20
+        for number in range(1, 3):
+            blobs = [plain(f"segments/{number}.{i:0400d}/0/rows", some_bytes(0)) for i in range(22_000)]
+            kept += publish(engine, number, blobs)
+        assert engine._env.info()["map_size"] > 64 << 20
+    with closing(LmdbEngine(tmp_path, create=False, readonly=True)) as reader:
+        assert reader.list().keys() == {one.blob.name for one in kept}
+        check(reader, [kept[5]])
 
 
 def test_a_map_without_address_space_is_said_and_the_next_publish_opens_another(
@@ -137,13 +129,13 @@ def test_an_interrupt_while_entries_change_leaves_a_map_that_opens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any time, the sum of checksums in the head matches the entries."""
-    calls = 0
+    left = 0
 
     def interrupted(call: Any) -> Any:
         def counted(*arguments: Any) -> Any:
-            nonlocal calls
-            calls -= 1
-            if calls == 0:
+            nonlocal left
+            left -= 1
+            if left == 0:
                 raise KeyboardInterrupt
             return call(*arguments)
 
@@ -156,13 +148,12 @@ def test_an_interrupt_while_entries_change_leaves_a_map_that_opens(
         with monkeypatch.context() as patched:
             for owner, name in ((lmdb_engine, "extents_of"), (lmdb_engine, "entry_of"), (BlockFile, "give")):
                 patched.setattr(owner, name, interrupted(getattr(owner, name)))
-            calls = number
+            left = number
             with pytest.raises(KeyboardInterrupt):
                 engine.drop([*((one.blob.name, 4096) for one in blobs), *((one.blob.name, None) for one in blobs)])
         publish(engine, number)
-        reader = LmdbEngine(tmp_path, create=False, readonly=True)
-        assert reader.list() == engine.list()
-        reader.close()
+        with closing(LmdbEngine(tmp_path, create=False, readonly=True)) as reader:
+            assert reader.list() == engine.list()
     engine.close()
 
 
@@ -201,37 +192,28 @@ def test_a_full_disk_says_what_the_map_needs(tmp_path: Path, when: str) -> None:
     assert name == ("commits/0" if when == "first" else "commits/1")
 
 
-def read(engine: LmdbEngine, content: Content) -> None:
-    """Read a blob of one part, and compare it."""
-    out = np.empty(content.blob.size, np.uint8)
-    engine.read(ReadRequest(content.blob, 0, out))
-    assert np.array_equal(out, content.pieces[0])
-
-
 def test_a_reader_descends_once_for_the_blobs_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A damaged entry among them only prevents reading its blob."""
-    engine = LmdbEngine(tmp_path, create=True)
-    kept = publish(engine, 0, [plain(f"states/0.{number}", some_bytes(300 + number)) for number in range(20)])
-    engine.close()
+    with closing(LmdbEngine(tmp_path, create=True)) as engine:
+        kept = publish(engine, 0, [plain(f"states/0.{number}", some_bytes(300 + number)) for number in range(20)])
+        entry = engine._entries["states/0.7"]
+
+    def read(one: Content) -> None:
+        assert bytes_of(engine, one.blob, 0, one.blob.size) == one.pieces[0].tobytes()
+
     descents: list[bytes] = []
     near = LmdbFile.near
     monkeypatch.setattr(LmdbFile, "near", lambda file, key: descents.append(key) or near(file, key))
-    engine = LmdbEngine(tmp_path, create=False, readonly=True)
-    descents.clear()
-    for one in kept:
-        read(engine, one)
-    assert len(descents) == 1
-    entry = engine._entries["states/0.7"]
-    engine.close()
-
-    data = (tmp_path / "data.mdb").read_bytes()
-    at = data.rindex(entry)
-    (tmp_path / "data.mdb").write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
-    engine = LmdbEngine(tmp_path, create=False, readonly=True)
-    for one in kept:
-        if one.blob.name != "states/0.7":
-            read(engine, one)
-            continue
-        with pytest.raises(CorruptStoreError, match=r"the entry of blob 'states/0.7' in data\.mdb is not what"):
-            read(engine, one)
-    engine.close()
+    with closing(LmdbEngine(tmp_path, create=False, readonly=True)) as engine:
+        descents.clear()
+        for one in kept:
+            read(one)
+        assert len(descents) == 1
+    flip(tmp_path / "data.mdb", (tmp_path / "data.mdb").read_bytes().rindex(entry), 4)
+    with closing(LmdbEngine(tmp_path, create=False, readonly=True)) as engine:
+        for one in kept:
+            if one.blob.name != "states/0.7":
+                read(one)
+                continue
+            with pytest.raises(CorruptStoreError, match=r"the entry of blob 'states/0.7' in data\.mdb is not what"):
+                read(one)
