@@ -297,7 +297,6 @@ def test_a_table_that_is_dropped_and_added_again_is_empty(home: Home) -> None:
 
 @pytest.mark.sampled(1)
 def test_a_rollback_brings_the_tables_back(home: Home) -> None:
-    """With the rows and the schedule of the earlier commit."""
     world = World(small_tables())
     store = home.open(world.tables, retention=3)
     world.run(store, 2)
@@ -385,7 +384,6 @@ def test_what_rows_cannot_become_is_refused(name: str) -> None:
 
 
 def test_a_store_that_cannot_be_altered_says_why() -> None:
-    """Without a commit, inside a pass, with appended rows, and open for reading."""
     world, engine, tables = World(small_tables()), MemoryEngine(), grown(small_tables())
     with Store.open(None, tables=world.tables, engine=engine) as store:
         with pytest.raises(ValueError, match="has no commit yet"):
@@ -418,7 +416,6 @@ def test_an_altered_store_takes_no_rows_before_a_rewrite() -> None:
 
 
 def test_info_says_how_many_bytes_wait(home: Home) -> None:
-    """The bytes of a dropped table, until the rewrite."""
     if home.kind == "memory":
         pytest.skip("info takes a path")
     world = World(small_tables())

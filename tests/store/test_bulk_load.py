@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.store.big import BIG, dump
+from tests.store.big import BIG
 from tests.store.conftest import Home, small_tables
 from tests.store.failing import FailingEngine
 from tests.store.test_scan import scanned
@@ -34,10 +34,7 @@ def rows_of(table: Table, keys: np.ndarray, seed: int = 0) -> tuple[np.ndarray, 
     memory_bytes=st.sampled_from([2_000, 8_000, 1 << 20]),
     seed=st.integers(0, 99),
 )
-def test_a_filled_store_holds_the_rows_that_were_given(
-    counts: list[int], chunk: int, memory_bytes: int, seed: int
-) -> None:
-    """For any order of keys and tables, chunk by chunk, with any memory: every bit of every row."""
+def test_a_filled_store_holds_the_rows_given(counts: list[int], chunk: int, memory_bytes: int, seed: int) -> None:
     tables = small_tables()
     generator = np.random.default_rng(seed)
     keys = {t.name: np.unique(generator.integers(-(1 << 62), 1 << 62, n)) for t, n in zip(tables, counts, strict=True)}
@@ -96,7 +93,10 @@ LEAST = np.int64(-(1 << 63))
         ([(KEYS + LEAST, ROWS)], "key -9223372036854775808 .* reserved for the out-of-vocabulary row"),
         ([(KEYS + LEAST + 1, ROWS)], "key -9223372036854775807 .* reserved for the null row"),
         ([(KEYS, ROWS[:1])], "have 1 fields, not vector, sum: or pass initial_state to start from the initial state"),
-        ([(KEYS, (ROWS[0][:, :1], ROWS[1]))], r"vector of table 'one' is \(3, 1\) .* expected float32 of shape \(3, 2\)"),
+        (
+            [(KEYS, (ROWS[0][:, :1], ROWS[1]))],
+            r"vector of table 'one' is \(3, 1\) .* expected float32 of shape \(3, 2\)",
+        ),
         ([(KEYS, (ROWS[0].astype(np.float64), ROWS[1]))], "of float64"),
         ([(KEYS.astype(np.int32), ROWS)], "expected int64 of shape"),
     ],
@@ -127,7 +127,6 @@ def test_state_and_reserved_keys_are_taken_where_they_are_asked_for(home: Home) 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_full_disk_leaves_the_store_empty(call: int) -> None:
-    """At any call of the engine."""
     memory = MemoryEngine()
     engine = FailingEngine(memory)
     store = Store.open(None, tables=[BIG], engine=engine)
@@ -144,7 +143,6 @@ def test_a_full_disk_leaves_the_store_empty(call: int) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """Several times as many rows as fit in memory; the temporary files are deleted."""
     memory = 8 << 20
 
     def chunks() -> Iterator[tuple[str, Any]]:

@@ -66,7 +66,7 @@ def publish(store: Store, pass_index: int = 0) -> Commit:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_are_those_of_torch_rounded_to_the_dtype_of_the_table(
+def test_rows_are_those_of_torch_in_the_dtype_of_the_table(
     tmp_path: Path, stored: torch.dtype, dtype: str
 ) -> None:
     """In whichever way they are made, and of a slice of the columns too."""
@@ -316,7 +316,7 @@ def test_alter_takes_another_tensor_of_the_same_dim(tmp_path: Path) -> None:
     assert len([*(tmp_path / "store").glob("checkpoint-*")]) == 2
 
 
-def test_a_read_does_not_meet_a_record_that_another_thread_just_opens(
+def test_a_read_meets_no_record_that_another_thread_just_opens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, goes_on = save(tmp_path / "m.safetensors", model__embed__weight=weights()), Event()

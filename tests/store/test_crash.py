@@ -140,7 +140,7 @@ def finish(path: Path, **options: Any) -> None:
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("most", [4096, 400_000, 620_000, 1_000_000, 3_000_000])
-def test_a_store_at_its_max_bytes_says_what_it_needs_and_goes_on_with_more(
+def test_a_store_at_its_budget_says_what_it_needs_and_goes_on_with_more(
     tmp_path: Path, engine: str, most: int
 ) -> None:
     """At any write that reaches the limit: the previous commit remains, in this process and after a reopen."""
@@ -169,7 +169,6 @@ def block_bytes(path: Path) -> int:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("number", [0, 1, 3, 6, 7])  # later steps fit into freed space
 def test_a_disk_that_is_really_full_leaves_a_store_that_opens_and_goes_on(disk: Path, engine: str, number: int) -> None:
-    """Filled to the last byte before a step: an error; it reads and opens, and resumes once there is space."""
     path, ballast = disk / "store.tc", disk / "ballast"
     with Store.open(path, tables=TABLES, engine=engine) as store:
         for earlier in range(number):
@@ -211,7 +210,6 @@ def test_what_is_free_in_a_store_is_room_for_its_records(disk: Path) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_store_cannot_be_made_where_there_is_no_room_for_its_records(disk: Path, engine: str) -> None:
-    """An error instead of a store; the store is created once there is space."""
     fill(disk / "ballast")
     with pytest.raises(StoreFullError, match=r"the store at .* needs [\d,]+ more bytes but the file system of .* free"):
         Store.open(disk / "store.tc", tables=TABLES, engine=engine)

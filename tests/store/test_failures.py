@@ -68,7 +68,7 @@ def test_a_dump_needs_more_than_what_is_free(tmp_path: Path, leave: Leave, engin
 
 @pytest.mark.disk
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_a_dump_whose_description_is_larger_than_its_rows_says_what_it_needs(
+def test_a_dump_with_more_description_than_rows_says_what_it_needs(
     tmp_path: Path, leave: Leave, engine: str
 ) -> None:
     """30,000 ranges of 26 tables: 3 MB of row counts, for 120 kB of rows."""
@@ -89,7 +89,6 @@ def test_a_dump_whose_description_is_larger_than_its_rows_says_what_it_needs(
 
 @pytest.mark.disk
 def test_other_causes_than_bytes_are_named(tmp_path: Path, leave: Leave) -> None:
-    """Files, a quota, and bytes that were freed since, without contradicting the numbers."""
     for code, free, files, words in (
         (errno.ENOSPC, 99, (0, 0), r"needs 100 more bytes but the file system of .* has 99 free: free some"),
         (errno.ENOSPC, 500, (0, 0), r"but the file system of .* was full, but now has 500 free: free some"),
@@ -190,7 +189,6 @@ def test_a_file_of_marks_that_does_not_fit_is_a_full_disk(
 @pytest.mark.parametrize("kind", ["memory", "lmdb", "zarr"])
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_commit_can_be_tried_again(kind: str, call: int, tables: list[Table], tmp_path: Path) -> None:
-    """After a failure while its state was written, or at the very end, with another state."""
     engine = FailingEngine(engine_of(kind, tmp_path))
     store, world = Store.open(None, tables=tables, engine=engine), World(tables)
     world.run(store, 2)
@@ -204,21 +202,6 @@ def test_a_commit_can_be_tried_again(kind: str, call: int, tables: list[Table], 
     assert stored_bytes(store, "states/") == {store.commit.own.state.name: 5_000_000}
     world.check(store, after=1)
     store.close()
-
-
-def test_a_torn_put_ends_the_process_as_far_as_its_engine_goes() -> None:
-    """A part of the blobs arrives, one of them truncated; then no call returns."""
-    inner = MemoryEngine()
-    engine = FailingEngine(inner)
-    engine.tear(2, 3)
-    names = "segments/0.0/0/rows", "segments/0.0/0/keys", "segments/0.0/meta"
-    parts = [(i, at, np.full(4096, i, np.uint8)) for at in (0, 4096) for i in range(3)]
-    with pytest.raises(KilledError):
-        engine.put([Blob(name, 8192) for name in names], parts)
-    for call, *arguments in ((engine.put, [], []), (engine.publish, None, None), (getattr, engine, "list")):
-        with pytest.raises(KilledError, match="open the engine again"):
-            call(*arguments)
-    assert {name: blob.size for name, blob in inner.blobs.items()} == dict(zip(names, (4096, 4096, 3), strict=True))
 
 
 class CableError(OSError):

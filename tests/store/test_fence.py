@@ -175,7 +175,7 @@ def test_commits_that_another_one_made_are_never_written_over(tmp_path: Path, ki
 
 @KINDS
 @pytest.mark.parametrize("just_made", [True, False])
-def test_a_lock_that_was_deleted_as_stale_lets_no_second_writer_in(
+def test_a_lock_deleted_as_stale_lets_no_second_writer_in(
     tmp_path: Path, kind: str, *, just_made: bool
 ) -> None:
     """The marker is locked too: the second one is refused, here and in another process, and the first continues."""
@@ -236,7 +236,7 @@ def open_files() -> int:
 
 @pytest.mark.parametrize("code", ["ENOLCK", "EOPNOTSUPP", "ENOSYS", "EINVAL", "EIO", "EBADF", "EAGAIN", "EACCES"])
 @pytest.mark.parametrize("name", ["writer.lock", "store.json"])
-def test_a_file_system_without_locks_is_not_another_writer(
+def test_no_locks_is_not_another_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, name: str
 ) -> None:
     """Only a locked file, according to ``flock``, is blamed on a process."""
@@ -266,7 +266,7 @@ def test_a_file_system_without_locks_is_not_another_writer(
 
 
 @KINDS
-def test_a_relative_path_is_that_of_the_folder_where_it_was_given(
+def test_a_relative_path_keeps_its_folder(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever has the same name in the new working directory."""

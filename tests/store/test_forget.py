@@ -38,10 +38,9 @@ def drop(world: World, name: str, keys: np.ndarray) -> None:
     share=st.floats(0, 1),
 )
 @example(seed=0, trained=2, steps=["alter", "forget", "compact"], share=0.5)
-def test_forgotten_keys_have_no_row_whatever_comes_after(
+def test_forgotten_keys_have_no_row_whatever_follows(
     seed: int, trained: int, steps: list[str], share: float
 ) -> None:
-    """Imports over them, alterations, more deletions, a compaction, and then a training that uses them again."""
     world, draw = World(small_tables()[:3], seed=seed, keys_per_pass=9, universe=30), np.random.default_rng(seed)
     with Store.open(None, tables=world.tables, engine=MemoryEngine(), retention=3) as store:
         world.run(store, trained)

@@ -181,7 +181,6 @@ def test_a_record_that_was_not_signed_again_is_refused(written: tuple[World, Mem
 
 
 def test_a_marker_of_any_bytes_is_refused_or_read_right(tmp_path: Path) -> None:
-    """store.json in any state is a store of this version, or an error."""
     Store.open(tmp_path, tables=small_tables()).close()
     marker = (tmp_path / "store.json").read_bytes()
     lies = [json.dumps({**json.loads(marker), key: value}).encode() for key in json.loads(marker) for value in LIES]
@@ -196,7 +195,6 @@ def test_a_marker_of_any_bytes_is_refused_or_read_right(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/b", ".", "..", "con", "~", "a" * 5000, "x.json", "*", "größe"])
 def test_names_of_tables_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
-    """For any table name; its rows are found by it."""
     place = tmp_path / "inside" / "store.tc"
     world = World([Table(name=name, dim=2, optimizer=SGD(learning_rate=0.1), initializer=Zeros())], keys_per_pass=8)
     with Store.open(place, tables=world.tables) as store:

@@ -22,7 +22,6 @@ from tiercache.store.row_codec import initial_rows
     ],
 )
 def test_xxh64_gives_the_published_values(data: bytes, expected: int) -> None:
-    """Short input, and input of more than 32 bytes."""
     assert xxh64(data) == expected
 
 
@@ -35,7 +34,6 @@ def test_xxh64_reads_every_byte_and_the_seed() -> None:
 
 
 def test_mix_leaves_its_argument_alone() -> None:
-    """It returns a new array."""
     values = np.arange(5, dtype=np.uint64)
     mix(values)
     assert values.tolist() == [0, 1, 2, 3, 4]

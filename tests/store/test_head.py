@@ -178,7 +178,7 @@ def test_a_store_that_lost_its_newest_commit_is_refused_and_not_changed(
     assert bytes_of(tmp_path) == seen
 
 
-def test_a_transaction_that_was_killed_before_head_named_it_counts(
+def test_a_transaction_killed_before_head_named_it_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Readers accept one publish ahead of HEAD; the next writer first updates HEAD."""
@@ -223,7 +223,6 @@ def test_a_publish_syncs_its_blobs_then_head(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("call", ["drop", "publish"])
 def test_a_writer_that_finds_another_head_writes_nothing_more(tmp_path: Path, call: str) -> None:
-    """Another writer has written, or an older copy was restored."""
     contents = made(tmp_path)
     engine = LmdbEngine(tmp_path, create=False)
     Slot(77, head_of(77).digest).create(tmp_path)

@@ -160,7 +160,6 @@ def test_the_reader_checks_every_byte_down_from_the_head(engine: str, tmp_path: 
 
 
 def test_the_independent_reader_is_independent() -> None:
-    """It imports Python's standard library, NumPy, LMDB and a checksum, and nothing from this package or Zarr."""
     found = set[str]()
     for module in (independent_format, independent_files, independent_reader):
         tree = ast.parse(Path(str(module.__file__)).read_text())

@@ -35,7 +35,6 @@ def make(path: Path, tables: list[Table], passes: int) -> World:
 
 
 def test_info_counts_the_live_rows_of_every_table(tmp_path: Path, tables: list[Table]) -> None:
-    """Rows, bytes, ranges and the commit, as plain values."""
     world = make(tmp_path / "s", tables, 5)
     found = info(tmp_path / "s")
     assert json.loads(json.dumps(found)) == found

@@ -34,6 +34,12 @@ def of_segment(home: Home, segment: int, index: int, value: int) -> None:
     rewritten(home.engine, "rank", change)
 
 
+@pytest.fixture(params=[1 << 27, 6000, 1])
+def sort_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that fit in memory, or not."""
+    monkeypatch.setattr(key_invariants, "SORT_BYTES", request.param)
+
+
 def stale_place(store: Store, name: str, *, some: bool = True) -> tuple[int, int]:
     """Return a retained segment that has stale rows of a table, or only other live ones: its index and the table's."""
     group, table = next((one, table) for one in store.groups for table in one.tables if table.name == name)
@@ -58,6 +64,7 @@ def raised(home: Home, segment: int, table: int, more: int) -> None:
     rewritten(home.engine, "rank", change)
 
 
+@pytest.mark.usefixtures("sort_bytes")
 @pytest.mark.parametrize(("more", "words"), [(-1, "has two live rows"), (1, "stale rows")])
 def test_stale_rows_that_are_not_as_many_as_the_commit_says_are_found(more: int, words: str, tmp_path: Path) -> None:
     """Two live rows of a key are damage, as without retained segments; so is a missing duplicate."""
@@ -143,13 +150,10 @@ def over_at_once(home: Home) -> list[str]:
     return [f"segment {store.segments[-1].id} of the store at", "was dumped by pass 77 and has rows that wait for"]
 
 
-@pytest.mark.parametrize("sort_bytes", [1 << 27, 1000])
+@pytest.mark.usefixtures("sort_bytes")
 @pytest.mark.parametrize("plant", [aged, lost, first_commit, over_at_once])
-def test_what_no_checksum_sees_is_found_and_said_in_a_sentence(
-    plant: Plant, sort_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One message for each affected table, for keys that fit in memory or not."""
-    monkeypatch.setattr(key_invariants, "SORT_BYTES", sort_bytes)
+def test_what_no_checksum_sees_is_found_and_said_in_a_sentence(plant: Plant, tmp_path: Path) -> None:
+    """One message for each affected table."""
     home = Home("memory", tmp_path)
     words = plant(home)
     problems = Verification(home.open()).run()["problems"]
@@ -158,8 +162,8 @@ def test_what_no_checksum_sees_is_found_and_said_in_a_sentence(
         assert all(word in problem for word in words), problem
 
 
+@pytest.mark.usefixtures("sort_bytes")
 def test_keys_and_last_changes_are_read_once_where_rows_are_stale(tmp_path: Path) -> None:
-    """Every block with a live row: 8 bytes of keys per row, and 4 if last changes are stored."""
     store, _ = retained_store(Home("memory", tmp_path))
     before = store.counters.key_bytes_read, store.counters.changed_bytes_read
     Verification(store).run()["problems"]

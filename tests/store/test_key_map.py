@@ -38,7 +38,6 @@ class Metadata:
 def test_slices_are_those_of_the_arrays(
     sizes: list[int], dtype: str, parts: list[tuple[int, int, int]], cache_bytes: int
 ) -> None:
-    """With any earlier reads cached; the cache never exceeds its limit, or one chunk."""
     rng = np.random.default_rng(sum(sizes))
     arrays = {str(i): rng.integers(0, 255, size).astype(dtype) for i, size in enumerate(sizes)}
     metadata = Metadata(arrays, cache_bytes=cache_bytes)

@@ -147,7 +147,7 @@ def test_a_lookup_that_reads_segments_ahead_stays_within_the_bound(
     assert memory.num_bytes == sum(one.entries.nbytes for mine in memory._known.values() for one in mine.values())
 
 
-def test_a_lookup_that_fails_releases_what_it_was_learning(
+def test_a_failed_lookup_keeps_no_memory(
     memory: KeyMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """In the middle of a segment, by an error of the disk or of the caller's progress function."""

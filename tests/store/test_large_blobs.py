@@ -33,7 +33,6 @@ def short_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("short_reads")
 @pytest.mark.parametrize("size", [0, 1, 6, 7, 8, 998, 999, 1000, 5000])
 def test_a_file_is_read_to_its_end_by_any_number_of_reads(tmp_path: Path, size: int) -> None:
-    """From any byte on, and not beyond."""
     data = os.urandom(size)
     path = tmp_path / "file"
     path.write_bytes(data)
@@ -47,7 +46,6 @@ def test_a_file_is_read_to_its_end_by_any_number_of_reads(tmp_path: Path, size: 
 
 @pytest.mark.usefixtures("short_reads")
 def test_an_engine_is_whole_however_little_a_read_returns(tmp_path: Path) -> None:
-    """Its blobs, their entries and its head."""
     with closing(LmdbEngine(tmp_path, create=True)) as engine:
         kept = publish(engine, 0, [plain(f"states/0.{i}", some_bytes(30_000 * i, i)) for i in range(4)])
     for readonly in (True, False):
@@ -57,7 +55,6 @@ def test_an_engine_is_whole_however_little_a_read_returns(tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", ["lmdb", "zarr"])
 @pytest.mark.usefixtures("short_reads")
 def test_a_store_is_whole_however_little_a_read_returns(tmp_path: Path, kind: str) -> None:
-    """Its commits, rows, keys and state."""
     world = World(small_tables())
     with Store.open(tmp_path / "s", tables=small_tables(), engine=kind) as store:
         world.run(store, 2)

@@ -43,7 +43,6 @@ def pages_by_hand(layout: SegmentLayout) -> list[tuple[int, int, int, int]]:
 
 @given(layouts())
 def test_pages_are_cut_at_ranges_and_blocks_and_page_rows(layout: SegmentLayout) -> None:
-    """All arithmetic, for one page and for many, equals cutting row by row."""
     pages = pages_by_hand(layout)
     numbers, rows = np.arange(len(pages) + 1), np.arange(layout.rows + 1)
     firsts = [p[0] for p in pages] + [layout.rows]
@@ -80,7 +79,6 @@ def test_pages_are_cut_at_ranges_and_blocks_and_page_rows(layout: SegmentLayout)
 
 @given(layouts())
 def test_runs_of_a_table_are_its_rows_in_each_range(layout: SegmentLayout) -> None:
-    """From any range on; row counts agree."""
     for place, first in itertools.product(range(2), range(layout.num_ranges + 1)):
         begins, ends = layout.runs_of_table(place, first)
         expected = []
@@ -94,7 +92,6 @@ def test_runs_of_a_table_are_its_rows_in_each_range(layout: SegmentLayout) -> No
 
 @given(layouts(), st.integers(1, 9))
 def test_key_pages_cut_blocks_of_keys(layout: SegmentLayout, rows: int) -> None:
-    """At a fixed number of rows of a block, regardless of their ranges."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment_layout_module, "KEY_PAGE_ROWS", rows)
         sizes = {name: getattr(layout, name) for name in ("row_bytes", "page_rows", "block_bytes")}
@@ -111,7 +108,6 @@ def test_key_pages_cut_blocks_of_keys(layout: SegmentLayout, rows: int) -> None:
 
 @given(layouts())
 def test_a_record_gives_the_same_layout_back(layout: SegmentLayout) -> None:
-    """With at most the pages that it has."""
     values, arrays = layout.to_record()
     again = SegmentLayout.from_record(values, arrays, most_pages=layout.num_pages)
     assert again == layout

@@ -128,7 +128,6 @@ def test_a_lease_that_comes_while_its_commit_is_given_up_holds(
 
 
 def test_a_reader_that_was_killed_holds_nothing(store: Store) -> None:
-    """The system released its lock."""
     with subprocess.Popen(command(READER, store.path), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline().startswith(b"0 ")
         assert leased_commits(store.path / "leases") == {0}
@@ -174,7 +173,7 @@ def test_a_lease_that_comes_when_its_commit_goes_is_seen_or_refused(tmp_path: Pa
 
 @pytest.mark.parametrize("retaken", [False, True])
 @pytest.mark.parametrize("deleted", [False, True])
-def test_a_lease_of_a_store_that_is_elsewhere_by_now_deletes_no_other(
+def test_a_lease_of_a_store_that_is_elsewhere_deletes_no_other(
     tmp_path: Path, *, deleted: bool, retaken: bool
 ) -> None:
     """Its folder was moved, or its file deleted; the lease at its path may belong to a reader of another store."""

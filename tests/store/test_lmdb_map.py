@@ -24,7 +24,7 @@ TB = 1 << 40
 
 
 @pytest.mark.parametrize("total", [1 << 30, 16 * TB, 100 * TB, 128 * TB, 1 << 50, (1 << 63) - (1 << 20)])
-def test_the_size_of_the_file_system_is_nothing_to_the_map(
+def test_the_map_ignores_the_size_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int
 ) -> None:
     told = os.statvfs_result((1 << 20, 1 << 20, total >> 20, total >> 20, total >> 20, 0, 0, 0, 0, 255))
@@ -101,7 +101,7 @@ def test_entries_outgrow_the_map_that_a_writer_begins_with(tmp_path: Path) -> No
         check(reader, [kept[5]])
 
 
-def test_a_map_without_address_space_is_said_and_the_next_publish_opens_another(
+def test_a_map_without_address_space_is_said_and_opened_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not a full disk: nothing changed, and the next request succeeds."""
@@ -125,7 +125,7 @@ def test_a_map_without_address_space_is_said_and_the_next_publish_opens_another(
     engine.close()
 
 
-def test_an_interrupt_while_entries_change_leaves_a_map_that_opens(
+def test_an_interrupt_while_entries_change_leaves_a_whole_map(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any time, the sum of checksums in the head matches the entries."""
@@ -185,7 +185,6 @@ print(engine.newest().name)
 @pytest.mark.disk
 @pytest.mark.parametrize("when", ["first", "later"])
 def test_a_full_disk_says_what_the_map_needs(tmp_path: Path, when: str) -> None:
-    """Not the usual need of a publish."""
     done = ran(FULL, tmp_path, when)
     needed, name = done.stdout.splitlines()
     assert int(needed) > 20_000 * 400, done.stderr

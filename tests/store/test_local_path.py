@@ -107,7 +107,6 @@ def test_a_path_of_bytes_is_refused() -> None:
 
 
 def test_a_relative_path_without_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An absolute one still opens."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "here").rmdir()

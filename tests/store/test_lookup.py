@@ -144,7 +144,6 @@ def test_one_key_costs_a_page_of_keys_and_one_of_rows() -> None:
 
 
 def test_keys_without_a_row_are_an_error_unless_asked_for() -> None:
-    """The error has the table and all such keys; unknown tables and invalid keys are refused."""
     world = World(small_tables())
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         world.run(store, 3)
