@@ -1,28 +1,22 @@
 """Random blobs of segments, states and commits: put, published, compared and dropped."""
 
-from __future__ import annotations
-
 import hashlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tiercache.store.engines.engine import Blob, BlobRows, Head, ReadRequest
+from tiercache.store.engines.engine import Blob, BlobRows, Engine, Head, Part, ReadRequest
 from tiercache.store.files import paged
 from tiercache.store.initializer import Zeros
 from tiercache.store.layout import Range, SegmentLayout
 from tiercache.store.optimizer import SGD, Adam, RowWiseAdagrad
 from tiercache.store.store_errors import StoreError
 from tiercache.store.table import Table, group_tables
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from multiprocessing.connection import Connection
-    from pathlib import Path
-
-    from tiercache.store.engines.engine import Engine, Part
 
 Bytes = NDArray[np.uint8]
 OPTIMIZERS = (SGD(learning_rate=0.1), RowWiseAdagrad(learning_rate=0.1), Adam())
@@ -118,7 +112,6 @@ def head_of(number: int) -> Head:
 
 
 def bytes_of(engine: Engine, blob: Blob, low: int, high: int) -> bytes:
-    """Return some bytes of a blob."""
     out = np.ones(high - low, np.uint8)
     engine.read(ReadRequest(blob, low, out))
     return out.tobytes()

@@ -1,10 +1,11 @@
 """The contract of ``Engine`` as tests that every engine inherits."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,16 +30,9 @@ from tests.store.blobs import (
     serve,
     some_bytes,
 )
-from tiercache.store.engines.engine import Blob, BlobRows, ReadRequest
+from tiercache.store.engines.engine import Blob, BlobRows, Engine, Part, ReadRequest
 from tiercache.store.files import PAGE_BYTES, paged
 from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
-
-    from tiercache.store.engines.engine import Engine, Part
-
 
 CALLS = ["put", "front", "drop", "publish", "crash", "fail"]
 HYPOTHESIS = {"deadline": None, "suppress_health_check": [HealthCheck.differing_executors]}
@@ -53,7 +47,6 @@ class EngineContract:
     """The compression of the tables whose rows are put."""
 
     def layout(self, rows: Sequence[int], **how: Any) -> BlobRows:
-        """Return the row layout of such a table."""
         return layout_of(rows, compression=self.compression, **how)
 
     @classmethod
@@ -372,33 +365,28 @@ class EngineContract:
 
     def test_reads_of_other_threads_see_whole_blobs_while_one_writes(self, engine: Engine) -> None:
         """Remaining blobs do not change while others are put, published and dropped."""
-        layout = self.layout((40,))
+        layout, done = self.layout((40,)), threading.Event()
         kept = put(engine, segment(layout, 0))
         publish(engine, 0)
-        failures: list[BaseException] = []
-        done = threading.Event()
 
         def read() -> None:
-            try:
-                while not done.is_set():
-                    check(engine, kept)
-                    assert engine.newest() is not None
-            except BaseException as error:  # raised in the main thread
-                failures.append(error)
+            while not done.is_set():
+                check(engine, kept)
+                assert engine.newest() is not None
 
-        readers = [threading.Thread(target=read) for _ in range(2)]
-        for reader in readers:
-            reader.start()
-        before: list[Content] = []
-        for i in range(1, 15):
-            contents = put(engine, segment(layout, i))
-            publish(engine, i)
-            drop_all(engine, before)
-            before = contents
-        done.set()
-        for reader in readers:
-            reader.join()
-        assert not failures, failures
+        with ThreadPoolExecutor(2) as threads:
+            readers = [threads.submit(read) for _ in range(2)]
+            try:
+                before: list[Content] = []
+                for i in range(1, 15):
+                    contents = put(engine, segment(layout, i))
+                    publish(engine, i)
+                    drop_all(engine, before)
+                    before = contents
+            finally:
+                done.set()
+            for reader in readers:
+                reader.result()
 
     def test_a_reader_in_another_process_sees_the_newest_commit(self, engine: Engine, tmp_path: Path) -> None:
         """On each request; data that the writer keeps exists for it, even after a crash of the writer."""

@@ -39,7 +39,6 @@ from tiercache.store.verification import Verification
 
 
 def first_row(table: Table, key: int) -> bytes:
-    """Return the words of a key's initial row."""
     return row_words(table.fields, initial_rows(table, np.array([key]))).tobytes()
 
 
@@ -66,7 +65,6 @@ def states_of(table: Table) -> tuple[type, list[str]]:
 
 
 def in_words(table: Table, chunks: Iterable[tuple[np.ndarray, Sequence[np.ndarray]]]) -> dict[int, bytes]:
-    """Return the words of rows by key."""
     found: dict[int, bytes] = {}
     for keys, fields in chunks:
         words = row_words(table.fields, tuple(fields))

@@ -151,9 +151,7 @@ SIZES = [0, 1, 4095, 4096, 4097, 100_000, 262_143, 262_144, 262_145, 3 * 4096 * 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("stable", "direct", "split"), [*itertools.product([True, False], repeat=3)])
-def test_any_memory_comes_back(
-    tmp_path: Path, file: BlockFile, *, stable: bool, direct: bool, split: bool
-) -> None:
+def test_any_memory_comes_back(tmp_path: Path, file: BlockFile, *, stable: bool, direct: bool, split: bool) -> None:
     """Blobs of all sizes, aligned or not, gathered or not, past the page cache or through it; also ranges of them."""
     if not direct:
         file._direct = None
@@ -268,9 +266,7 @@ class Lacking(direct_io._Kernel):
 
 
 @pytest.mark.parametrize("most", [0, 1, 4096, 5000, 70_000, -errno.EINVAL, -errno.EAGAIN])
-def test_ranges_are_whole_whatever_the_kernel_reads(
-    large: Large, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
+def test_ranges_are_whole_whatever_the_kernel_reads(large: Large, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """What it did not read comes through the page cache, or by a call of its own; an error of the disk is raised."""
     file, room, expected = large
     monkeypatch.setattr(direct_io, "_Kernel", Lacking)
@@ -306,9 +302,7 @@ def test_blobs_of_one_put_stand_together(file: BlockFile) -> None:
     assert room.runs == ((114_688, 204_800),)
 
 
-def test_a_refusal_to_pass_the_cache_writes_through_it(
-    file: BlockFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_to_pass_the_cache_writes_through_it(file: BlockFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may accept the flag and refuse the write; and it may write only part of the data."""
     refused, write = file._direct, os.pwritev
 

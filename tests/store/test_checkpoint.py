@@ -1,12 +1,12 @@
 """Rows that begin as rows of a checkpoint, read from safetensors files by ranges."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Sequence
 from hashlib import sha256
 from itertools import pairwise
+from pathlib import Path
 from threading import Event, Thread, current_thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -26,17 +26,12 @@ from tiercache.planning.checkpoint_reads import TensorSize, expected_reads
 from tiercache.rows.prefetch import first_vectors, initial_vectors, read_vectors
 from tiercache.store import CheckpointError, CorruptStoreError, Cursor, Store, StoreFullError, Table, alter
 from tiercache.store.checkpoint import CheckpointRecord, CheckpointTensor, eight_bit_values
+from tiercache.store.commit import Commit
 from tiercache.store.engines.zarr_engine import ZarrEngine
 from tiercache.store.initializer import Checkpoint
 from tiercache.store.optimizer import SGD
 from tiercache.store.row_codec import from_words, initial_rows
 from tiercache.store.tensor_file import CHUNK_BYTES, GAP_BYTES, READ_BYTES, TensorFile
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from tiercache.store.commit import Commit
 
 
 def table_of(path: Path, *, dtype: str = "float32", dim: int = DIM, tensor: str = TENSOR, **more: Any) -> Table:
@@ -66,9 +61,7 @@ def publish(store: Store, pass_index: int = 0) -> Commit:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_are_those_of_torch_in_the_dtype_of_the_table(
-    tmp_path: Path, stored: torch.dtype, dtype: str
-) -> None:
+def test_rows_are_those_of_torch_in_the_dtype_of_the_table(tmp_path: Path, stored: torch.dtype, dtype: str) -> None:
     """In whichever way they are made, and of a slice of the columns too."""
     tensor = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1)).to(stored)
     path, keys = save(tmp_path / "one.safetensors", model__embed__weight=tensor), some_keys()
@@ -188,32 +181,40 @@ def test_the_estimate_of_reads_agrees_with_reads(tmp_path: Path) -> None:
         assert 0.7 * reads.requests <= estimate.requests <= 1.4 * reads.requests
 
 
+HEADER_LIES: list[Any] = [
+    {"shape": "22"}, {"shape": [2.0, 2]}, {"shape": [True, 4]}, {"shape": [-2, -2]}, {"shape": [0, 4]},
+    {"shape": [1 << 62, 1 << 62]}, {"data_offsets": [0]}, {"data_offsets": [0.0, 16]},
+    {"data_offsets": {"0": 0, "16": 0}}, {"data_offsets": [16, 32]}, {"dtype": 3}, 5, [], None,
+]  # fmt: skip
+
+
 def test_what_is_no_checkpoint_is_an_error_that_says_so(tmp_path: Path) -> None:
     path = save(
         tmp_path / "m.safetensors", model__embed__weight=weights(), flat=torch.ones(5), long=torch.ones(4, 4).long()
     )
-    keys = some_keys(5, 4)
-    for table, message in (
-        (table_of(tmp_path / "gone.safetensors"), "gone.safetensors cannot be read .* set its new path"),
-        (table_of(path, tensor="unknown"), "has no tensor 'unknown': it has a, flat, long, model"),
-        (table_of(path, tensor="flat"), r"has shape \[5\]: expected 2 dimensions"),
-        (table_of(path, tensor="long"), "has dtype I64: expected one of F32, BF16, F16"),
-        (table_of(path, dim=DIM + 1), "has 20 columns, but table 'gram' has dim 21"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            initial_vectors(table, keys)
-    data = path.read_bytes()
-    for number, bad in enumerate((b"", data[:20], b"\xff" * 100, data[:-1], data[:8] + b"[" + data[9:])):
-        broken = tmp_path / f"broken-{number}.safetensors"
-        broken.write_bytes(bad)
-        with pytest.raises(CheckpointError):
-            initial_vectors(table_of(broken), keys)
-    for key in (-1, ROWS, 1 << 62):
-        words = f"has key {key}, but .* has 2,000 rows: expected keys from 0 to 1,999"
+
+    def refused(table: Table, words: str, key: int = 0) -> None:
         with pytest.raises(CheckpointError, match=words):
-            initial_vectors(table_of(path), np.array([3, key]))
+            initial_vectors(table, np.array([key]))
+
+    refused(table_of(tmp_path / "gone.safetensors"), "gone.safetensors cannot be read .* set its new path")
+    refused(table_of(path, tensor="unknown"), "has no tensor 'unknown': it has a, flat, long, model")
+    refused(table_of(path, tensor="flat"), r"has shape \[5\]: expected 2 dimensions")
+    refused(table_of(path, tensor="long"), "has dtype I64: expected one of F32, BF16, F16")
+    refused(table_of(path, dim=DIM + 1), "has 20 columns, but table 'gram' has dim 21")
+    for key in (-1, ROWS, 1 << 62):
+        refused(table_of(path), f"has key {key}, but .* has 2,000 rows: expected keys from 0 to 1,999", key)
     with pytest.raises(ValueError, match="invalid tensor '' of Checkpoint"):
         Checkpoint(path=str(path), tensor="")
+    data, broken = path.read_bytes(), tmp_path / "broken.safetensors"
+    for bad in (b"", data[:20], b"\xff" * 100, data[:-1], data[:8] + b"[" + data[9:]):
+        broken.write_bytes(bad)
+        refused(table_of(broken), "")
+    whole = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+    for lie in HEADER_LIES:
+        header = json.dumps({TENSOR: whole | lie if isinstance(lie, dict) else lie}).encode()
+        broken.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+        refused(table_of(broken, dim=2), "safetensors")
 
 
 def committed(path: Path, table: Table, engine: str = "lmdb") -> None:
@@ -316,9 +317,7 @@ def test_alter_takes_another_tensor_of_the_same_dim(tmp_path: Path) -> None:
     assert len([*(tmp_path / "store").glob("checkpoint-*")]) == 2
 
 
-def test_a_read_meets_no_record_that_another_thread_just_opens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_meets_no_record_that_another_thread_just_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, goes_on = save(tmp_path / "m.safetensors", model__embed__weight=weights()), Event()
     committed(tmp_path / "store", table_of(path))
     check, know, found = TensorFile.check_unchanged, CheckpointRecord.know, []
@@ -378,23 +377,6 @@ def test_a_number_beyond_the_dtype_of_the_table_is_refused(tmp_path: Path, value
     with pytest.raises(CheckpointError, match=message):
         initial_vectors(table_of(path, dtype=dtype), np.array([3, 7]))
     assert initial_vectors(table_of(path, dtype=dtype), np.array([3, 8]))[1, 3] == np.inf
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"shape": "22"}, {"shape": [2.0, 2]}, {"shape": [True, 4]}, {"shape": [-2, -2]}, {"data_offsets": [0]},
-        {"data_offsets": [0.0, 16]}, {"data_offsets": {"0": 0, "16": 0}}, {"dtype": 3}, {"shape": [0, 4]},
-        {"shape": [1 << 62, 1 << 62]}, {"data_offsets": [16, 32]}, 5, [], None,
-    ],
-)  # fmt: skip
-def test_a_header_of_other_types_is_refused(tmp_path: Path, entry: Any) -> None:
-    whole = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
-    header = json.dumps({TENSOR: whole | entry if isinstance(entry, dict) else entry}).encode()
-    path = tmp_path / "m.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
-    with pytest.raises(CheckpointError, match="safetensors"):
-        initial_vectors(table_of(path, dim=2), np.array([0]))
 
 
 def test_a_full_disk_fails_the_commit_and_not_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,11 +117,7 @@ def test_lmdb_syncs_its_pages_before_its_root_and_its_root_at_once(tmp_path: Pat
     assert roots >= len(STEPS)
 
 
-# -- full disks ----------------------------------------------------------------------------------------------
-
-
 def take_all(store: Store) -> None:
-    """Run to the last commit."""
     for number in range(stands(store) + 1, len(STEPS)):
         take(store, number, quiet)
 
@@ -138,9 +134,7 @@ def finish(path: Path, **options: Any) -> None:
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("most", [4096, 400_000, 620_000, 1_000_000, 3_000_000])
-def test_a_store_at_its_budget_says_what_it_needs_and_goes_on_with_more(
-    tmp_path: Path, engine: str, most: int
-) -> None:
+def test_a_store_at_its_budget_says_what_it_needs_and_goes_on_with_more(tmp_path: Path, engine: str, most: int) -> None:
     """At any write that reaches the limit: the previous commit remains, in this process and after a reopen."""
     path = tmp_path / "store.tc"
     with Store.open(path, tables=TABLES, engine=engine, store_budget=most) as store:

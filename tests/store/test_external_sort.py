@@ -87,9 +87,6 @@ def test_a_temporary_directory_replaces_a_folder_without_room(tmp_path: Path, mo
         sorted_in(tmp_path)
 
 
-# -- temporary files -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.disk
 def test_a_reader_that_may_not_write_to_the_store_scans_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sort files are in the system's folder for temporary files; the writer's are in the store's."""

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from tests.store.big import BIG, dump, publish
 from tests.store.conftest import engine_of, needed_bytes, small_tables, stored_bytes
-from tests.store.failing import Between, FailingEngine, KilledError
+from tests.store.failing import Between, FailingEngine
+from tests.store.test_alter import check, converted, grown
 from tests.store.world import World, WorldUses
-from tiercache.store import SGD, Cursor, MemoryEngine, SegmentLayout, Store, StoreFullError, Table
+from tiercache.store import SGD, Cursor, MemoryEngine, SegmentLayout, Store, StoreFullError, Table, alter, forget
 from tiercache.store import rewrite as rewrite_module
-from tiercache.store.engines.engine import Blob
 from tiercache.store.files import ROOM_FOR_RECORDS, ScratchFile, full_disk, room_for
 from tiercache.store.reading import Pages
 
@@ -68,9 +68,7 @@ def test_a_dump_needs_more_than_what_is_free(tmp_path: Path, leave: Leave, engin
 
 @pytest.mark.disk
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_a_dump_with_more_description_than_rows_says_what_it_needs(
-    tmp_path: Path, leave: Leave, engine: str
-) -> None:
+def test_a_dump_with_more_description_than_rows_says_what_it_needs(tmp_path: Path, leave: Leave, engine: str) -> None:
     """30,000 ranges of 26 tables: 3 MB of row counts, for 120 kB of rows."""
     tables, counts = [Table(name=f"t{i}", dim=1, optimizer=SGD()) for i in range(26)], np.zeros((30_000, 26), np.int64)
     counts[:, 0] = 1
@@ -183,34 +181,13 @@ def test_a_file_of_marks_that_does_not_fit_is_a_full_disk(
             file.extend(5000)
 
 
-# -- any call fails ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["memory", "lmdb", "zarr"])
-@pytest.mark.parametrize("call", [1, 2])
-def test_a_commit_can_be_tried_again(kind: str, call: int, tables: list[Table], tmp_path: Path) -> None:
-    engine = FailingEngine(engine_of(kind, tmp_path))
-    store, world = Store.open(None, tables=tables, engine=engine), World(tables)
-    world.run(store, 2)
-    plain: dict[str, Any] = {"schedule_digest": "", "settings": {}, "environment": {}}
-    engine.fail_in(call)
-    with pytest.raises(StoreFullError, match="commit 2 of the store in memory needs"):
-        store.publish(Cursor(2, 0), state=b"x" * 9_000_000, **plain)
-    assert store.state() == b"state at 2, 0"
-    store.publish(Cursor(2, 0), state=b"y" * 5_000_000, **plain)
-    assert store.state() == b"y" * 5_000_000
-    assert stored_bytes(store, "states/") == {store.commit.own.state.name: 5_000_000}
-    world.check(store, after=1)
-    store.close()
-
-
 class CableError(OSError):
     """The error of a test."""
 
 
 @pytest.mark.parametrize("kind", ["memory", "lmdb", "zarr"])
 def test_whatever_call_fails_the_step_can_be_tried_again(kind: str, tables: list[Table], tmp_path: Path) -> None:
-    """The previous commit remains, and at the end no blob is left over."""
+    """The commit, its rows and its state stay, and at the end no blob is left over."""
     engine = FailingEngine(engine_of(kind, tmp_path), error=CableError)
     world = World(tables, keys_per_pass=6, universe=10)
     with Store.open(None, tables=tables, engine=engine, retention=2) as store:
@@ -220,11 +197,19 @@ def test_whatever_call_fails_the_step_can_be_tried_again(kind: str, tables: list
             world.check_load(store, 3)
         world.check_load(store, 3)
         world.train()
+        state = bytes(5_000_000)
 
         def publish_next() -> None:
+            """Commit with another state in each try."""
+            nonlocal state
+            state = state[1:]
             world.pass_index = 4
-            world.publish(store)
+            store.publish(Cursor(4), state=state, schedule_digest="cyclic", settings={}, environment={})
 
+        def seen() -> Any:
+            return store.commit, store.state(), [store.live_rows(table.name) for table in store.tables]
+
+        forgotten, altered = [("item", key) for name, key in world.rows if name == "item"][:3], grown(tables)
         for name, step in (
             ("pin", lambda: store.pin("best")),
             ("pin another", lambda: store.pin("first", 1)),
@@ -233,20 +218,24 @@ def test_whatever_call_fails_the_step_can_be_tried_again(kind: str, tables: list
             ("rollback", lambda: store.rollback(store.commit.id)),
             ("dump again", lambda: world.append(store)),
             ("publish", publish_next),
-            ("compact", lambda: world.compact(store)),
+            ("compact", store.compact),
+            ("alter", lambda: alter(store, altered)),
+            ("forget", lambda: forget(store, "item", np.array([key for _, key in forgotten]))),
         ):
             for calls in itertools.count(1):
+                before = seen()
                 engine.fail_in(calls)
-                before = store.commit
                 try:
                     step()
                     break
                 except CableError:
-                    assert store.commit is before, (name, calls)
+                    engine.fail_in(None)
+                    assert seen() == before, (name, calls)
             engine.fail_in(None)
             assert calls > 1, f"nothing of {name} failed"
-        world.check(store, after=world.pass_index - 1)
-        assert store.state() == world.state
+        rows = converted(world.rows, tables, altered)
+        check(store, {key: row for key, row in rows.items() if key not in forgotten})
+        assert store.state() == state
         assert stored_bytes(store) == needed_bytes(store)
 
 

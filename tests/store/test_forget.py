@@ -10,21 +10,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.store.conftest import Home, small_tables
-from tests.store.failing import FailingEngine
-from tests.store.test_alter import changed, check, converted, grown
-from tests.store.test_rewrite import rows_of
+from tests.store.test_alter import changed, check, converted
 from tests.store.world import World
-from tiercache.store import Adam, Cursor, MemoryEngine, Store, StoreFullError, alter, differences, forget, verify
+from tiercache.store import Adam, Cursor, MemoryEngine, Store, alter, differences, forget, verify
 from tiercache.store.store_errors import CommitMissingError
 
 
 def keys_of(world: World, name: str) -> np.ndarray:
-    """Return the keys of a table with rows."""
     return np.array(sorted(key for table, key in world.rows if table == name), np.int64)
 
 
 def drop(world: World, name: str, keys: np.ndarray) -> None:
-    """Remove rows from the dict."""
     for key in keys.tolist():
         del world.rows[name, key]
         del world.changed[name, key]
@@ -38,9 +34,7 @@ def drop(world: World, name: str, keys: np.ndarray) -> None:
     share=st.floats(0, 1),
 )
 @example(seed=0, trained=2, steps=["alter", "forget", "compact"], share=0.5)
-def test_forgotten_keys_have_no_row_whatever_follows(
-    seed: int, trained: int, steps: list[str], share: float
-) -> None:
+def test_forgotten_keys_have_no_row_whatever_follows(seed: int, trained: int, steps: list[str], share: float) -> None:
     world, draw = World(small_tables()[:3], seed=seed, keys_per_pass=9, universe=30), np.random.default_rng(seed)
     with Store.open(None, tables=world.tables, engine=MemoryEngine(), retention=3) as store:
         world.run(store, trained)
@@ -148,39 +142,6 @@ def test_rows_that_no_commit_wrote_since_are_forgotten(home: Home) -> None:
     words = r"no row of .* changed after commit 4, because the newest is 4: pass an older commit"
     with pytest.raises(ValueError, match=words):
         forget(store, "item", unused_since=4)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("first", range(1, 5))
-def test_a_forget_that_fails_changes_nothing(first: int) -> None:
-    """At any point where the store runs out of space, a quarter at a time; also for an alteration."""
-    refused = 0
-    for call in range(first, 60, 4):
-        world, engine = World(small_tables()), FailingEngine(MemoryEngine())
-        with Store.open(None, tables=world.tables, engine=engine) as store:
-            world.run(store, 2)
-            keys = keys_of(world, "item")[:5]
-            rows, commit = rows_of(store), store.commit
-            engine.fail_in(call)
-            try:
-                alter(store, grown(small_tables()))
-                rows, commit = {}, store.commit
-                forget(store, "item", keys)
-            except StoreFullError:
-                refused += 1
-                engine.fail_in(None)
-                assert store.commit == commit
-                assert not rows or rows_of(store) == rows
-                check(store, converted(world.rows, small_tables(), store.tables))
-                continue
-            if not engine.failed:
-                engine.fail_in(None)
-                drop(world, "item", keys)
-                check(store, converted(world.rows, small_tables(), store.tables))
-                break
-    else:
-        pytest.fail("nothing came to its end")
-    assert refused > 3
 
 
 def test_changes_warn_of_rows_that_were_forgotten_since(home: Home) -> None:

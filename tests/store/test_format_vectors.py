@@ -28,7 +28,6 @@ TABLE = Table(name="item", dim=2, optimizer=SGD(learning_rate=1.0), initializer=
 
 
 def page(name: str) -> str:
-    """Return a page of the format."""
     return (PAGES / name).read_text()
 
 

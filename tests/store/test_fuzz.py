@@ -69,7 +69,6 @@ def written() -> tuple[World, MemoryEngine]:
         world.keys_per_pass = 3
         world.follow(store, world.draw(5))
         world.run(store, 1)
-        assert store.commit is not None
         assert store.commit.retained_ids
         world.train(part=1)
         world.append(store, within=True)

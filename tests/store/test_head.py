@@ -119,7 +119,6 @@ def lose_newest_root(path: Path) -> None:
 
 
 def go_on(path: Path, *, dropping: bool = False) -> None:
-    """Publish a few more commits."""
     engine = LmdbEngine(path, create=False)
     for number in range(COMMITS, COMMITS + 3):
         publish(engine, number)
@@ -178,9 +177,7 @@ def test_a_store_that_lost_its_newest_commit_is_refused_and_not_changed(
     assert bytes_of(tmp_path) == seen
 
 
-def test_a_transaction_killed_before_head_named_it_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transaction_killed_before_head_named_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers accept one publish ahead of HEAD; the next writer first updates HEAD."""
     contents = made(tmp_path)
 

@@ -27,7 +27,6 @@ from tiercache.store import (
 
 
 def make(path: Path, tables: list[Table], passes: int) -> World:
-    """Train a store for some passes."""
     world = World(tables)
     with Store.open(path, tables=tables) as store:
         world.run(store, passes)
@@ -92,9 +91,6 @@ def test_the_command_line_shows_a_store(tmp_path: Path, tables: list[Table]) -> 
     assert json.loads(shown("info", "--json")) == info(tmp_path / "s")
     assert f"is intact: {rows} rows in 1 commit;" in shown("verify")
     assert json.loads(shown("verify", "--json"))["problems"] == []
-
-
-# -- what differs between commits and stores -----------------------------------------------------------------
 
 
 @settings(max_examples=25, deadline=None)

@@ -52,7 +52,6 @@ def stale_place(store: Store, name: str, *, some: bool = True) -> tuple[int, int
 
 
 def raised(home: Home, segment: int, table: int, more: int) -> None:
-    """Raise the number of stale rows in the newest commit."""
 
     def change(_: Any, arrays: Arrays) -> None:
         (at,) = np.nonzero((arrays["live_segments"] == segment) & (arrays["live_tables"] == table))[0]
@@ -122,7 +121,6 @@ def aged(home: Home) -> list[str]:
 
 
 def trained(home: Home) -> Store:
-    """Return a store after some passes."""
     world = World(small_tables(), num_passes=4)
     store = home.open(world.tables, retention=2)
     world.run(store, 4)

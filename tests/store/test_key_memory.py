@@ -1,25 +1,19 @@
 """Key memory: a process that reopens a store sees the rows of each commit, and does not read keys twice."""
 
-from __future__ import annotations
-
 import copy
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.dist.sharded_world import train_shards
 from tests.store.conftest import small_tables
-from tests.store.world import World
+from tests.store.world import Key, World
 from tiercache.store import Store, hash_keys
 from tiercache.store.live_keys import KeyMemory, Recall
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.store.world import Key
 
 KEYS = np.arange(-90, 90)
 NONE = np.arange(1000, 1100)
@@ -45,7 +39,6 @@ def look(path: Path, commit: int, rows: dict[Key, bytes]) -> None:
 
 
 def look_for_none(path: Path, commit: int) -> int:
-    """Look up keys without a row in a commit; return the bytes of keys read."""
     with Store.open(path, mode="r", commit=commit) as store:
         return read_of_keys(store)
 
@@ -69,7 +62,6 @@ def test_lookups_again_and_again_have_the_rows_of_their_commit(engine: str, memo
     with Store.open(path, tables=world.tables, engine=engine, retention=3) as store:
         for step in range(14):
             world.run(store, 1)
-            assert store.commit is not None
             worlds[store.commit.id] = copy.deepcopy(world)
             for commit in store.commits if step % 2 else reversed(store.commits):
                 first, again = (look_for_none(path, commit.id) for _ in range(2))
@@ -90,7 +82,6 @@ def test_a_store_in_place_of_another_is_read_with_its_keys(memory: KeyMemory, tm
         world = World(small_tables(), num_passes=5, keys_per_pass=60, universe=150, seed=seed)
         with Store.open(path, tables=world.tables) as store:
             world.run(store, 3)
-            assert store.commit is not None
             look_for_none(path, store.commit.id)
             assert memory.num_bytes > 0
             look(path, store.commit.id, world.rows)
@@ -104,14 +95,11 @@ def test_what_is_remembered_has_a_bound_and_goes_with_its_segments(memory: KeyMe
     with Store.open(path, tables=world.tables) as store:
         for _ in range(8):
             world.run(store, 1)
-            assert store.commit is not None
             look(path, store.commit.id, world.rows)
             assert 0 < memory.num_bytes <= memory.most_bytes
         store.compact()
-        assert store.commit is not None
         look(path, store.commit.id, world.rows)
-        kept = {segment.id for segment in store.segments}
-    memory.keep(path, kept)
+        memory.keep(path, {segment.id for segment in store.segments})
     assert memory.num_bytes <= 8 * len(world.rows)
     memory.keep(path, [])
     assert memory.num_bytes == 0
@@ -147,9 +135,7 @@ def test_a_lookup_that_reads_segments_ahead_stays_within_the_bound(
     assert memory.num_bytes == sum(one.entries.nbytes for mine in memory._known.values() for one in mine.values())
 
 
-def test_a_failed_lookup_keeps_no_memory(
-    memory: KeyMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_failed_lookup_keeps_no_memory(memory: KeyMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In the middle of a segment, by an error of the disk or of the caller's progress function."""
     path, world = tmp_path / "s", World(small_tables(), num_passes=3, keys_per_pass=60)
     with Store.open(path, tables=world.tables) as store:

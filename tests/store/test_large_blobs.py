@@ -1,16 +1,14 @@
 """Blobs and entries beyond the limit of one read: read completely, however little a read returns."""
 
 import os
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.store.blobs import plain, publish, some_bytes
+from tests.store.blobs import publish
 from tests.store.conftest import small_tables
-from tests.store.test_head import look
 from tests.store.world import World
 from tiercache.store import LmdbEngine, Store
 from tiercache.store.engines.engine import Blob, ReadRequest
@@ -42,14 +40,6 @@ def test_a_file_is_read_to_its_end_by_any_number_of_reads(tmp_path: Path, size: 
     with path.open("rb") as file:
         for low, count in ((0, size), (3, 2000), (size, 1), (size + 5, 5), (1, 0)):
             assert read_at(file.fileno(), count, low) == data[low : low + count]
-
-
-@pytest.mark.usefixtures("short_reads")
-def test_an_engine_is_whole_however_little_a_read_returns(tmp_path: Path) -> None:
-    with closing(LmdbEngine(tmp_path, create=True)) as engine:
-        kept = publish(engine, 0, [plain(f"states/0.{i}", some_bytes(30_000 * i, i)) for i in range(4)])
-    for readonly in (True, False):
-        look(tmp_path, kept, readonly=readonly, commits=1)
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "zarr"])

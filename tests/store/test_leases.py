@@ -20,11 +20,11 @@ from tiercache.store.locks import Lease, leased_commits
 
 
 @pytest.fixture(params=["lmdb", "zarr"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    made = Store.open(tmp_path / "s", tables=[BIG], engine=request.param)
-    dump(made, 0, {1: 200, 9: 100})
-    publish(made, 1)
-    return made
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    with Store.open(tmp_path / "s", tables=[BIG], engine=request.param) as made:
+        dump(made, 0, {1: 200, 9: 100})
+        publish(made, 1)
+        yield made
 
 
 def go_on(store: Store, passes: range) -> None:
@@ -76,7 +76,6 @@ def test_a_commit_that_only_its_readers_keep_is_opened_by_no_other(store: Store)
     for _ in range(20):
         Store.open(store.path, mode="r").close()
     assert len([*Path("/proc/self/fd").iterdir()]) == before
-    store.close()
 
 
 def import_rows(store: Store) -> None:
@@ -137,7 +136,6 @@ def test_a_reader_that_was_killed_holds_nothing(store: Store) -> None:
     go_on(store, range(3, 4))
     assert len(held_blocks(store)) < before
     assert not any((store.path / "leases").iterdir())
-    store.close()
 
 
 def test_a_lease_is_of_its_process_and_not_of_a_fork(store: Store) -> None:
@@ -152,7 +150,6 @@ def test_a_lease_is_of_its_process_and_not_of_a_fork(store: Store) -> None:
     assert leased_commits(store.path / "leases") == set()
     ours.send(None)
     child.join()
-    store.close()
 
 
 def test_a_lease_that_comes_when_its_commit_goes_is_seen_or_refused(tmp_path: Path) -> None:
@@ -173,9 +170,7 @@ def test_a_lease_that_comes_when_its_commit_goes_is_seen_or_refused(tmp_path: Pa
 
 @pytest.mark.parametrize("retaken", [False, True])
 @pytest.mark.parametrize("deleted", [False, True])
-def test_a_lease_of_a_store_that_is_elsewhere_deletes_no_other(
-    tmp_path: Path, *, deleted: bool, retaken: bool
-) -> None:
+def test_a_lease_of_a_store_that_is_elsewhere_deletes_no_other(tmp_path: Path, *, deleted: bool, retaken: bool) -> None:
     """Its folder was moved, or its file deleted; the lease at its path may belong to a reader of another store."""
     folder = tmp_path / "leases"
     lease, other = Lease.take(folder, 3), None

@@ -48,9 +48,6 @@ def test_no_reader_has_a_map(big: Store) -> None:
     assert ran(READ_ALL, big.path).stdout == "False\n"
 
 
-# -- contents and times of writes -----------------------------------------------------------------------------
-
-
 def made(path: Path) -> list[Content]:
     """Create an engine with a few publishes and a blob in several runs; return its content."""
     engine = LmdbEngine(path, create=True)
@@ -126,9 +123,7 @@ def test_a_reader_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["before", "after", "noted"])
-def test_an_interrupted_publish_is_done_or_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_an_interrupted_publish_is_done_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Before the transaction, after it, or before HEAD: the engine is at the state of its file."""
     engine = LmdbEngine(tmp_path, create=True)
     kept = publish(engine, 0)
@@ -153,9 +148,7 @@ def test_an_interrupted_publish_is_done_or_not(
     look(tmp_path, kept)
 
 
-def test_others_see_the_old_head_while_a_publish_is_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_see_the_old_head_while_a_publish_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown state of the commit is not an error."""
     engine = LmdbEngine(tmp_path, create=True)
     publish(engine, 0)
@@ -200,9 +193,6 @@ def test_a_publish_that_nobody_can_look_at_stops_the_writer(tmp_path: Path, monk
         check(engine, kept + publish(engine, 2))
 
 
-# -- files that are damaged, truncated or of another kind ---------------------------------------------------------
-
-
 @pytest.mark.parametrize("readonly", [True, False])
 @pytest.mark.parametrize("make", [None, os.mkfifo, os.mkdir])
 @pytest.mark.parametrize("name", FILES)
@@ -219,9 +209,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, name: str, make: Any, *, rea
 
 
 @pytest.mark.parametrize("readonly", [True, False])
-def test_missing_permission_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, readonly: bool
-) -> None:
+def test_missing_permission_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, readonly: bool) -> None:
     made(tmp_path)
 
     def denied(*_: Any) -> int:
@@ -299,12 +287,7 @@ def test_what_a_creation_left_that_was_killed_counts_for_nothing(tmp_path: Path)
         LmdbEngine(tmp_path, create=True)
 
 
-# -- a disk without space for a copy of the map --------------------------------------------------------------------
-
-
-def test_a_map_without_room_opens_and_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_map_without_room_opens_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first publish reports a full disk; with space, a damaged list of free pages is gone."""
     kept = made(tmp_path)
     path = tmp_path / "data.mdb"
@@ -330,8 +313,6 @@ def test_a_map_without_room_opens_and_changes_nothing(
         check(engine, kept)
 
 
-# -- a reader next to the writer ----------------------------------------------------------------------------------
-
 PUBLISH_ON = """
 import sys
 from pathlib import Path
@@ -354,7 +335,6 @@ for opened in range(4):
 
 
 def value_of(number: int, which: int) -> Any:
-    """Return a state of a commit."""
     return np.frombuffer(f"{number} {which} ".encode() * (900 + number % 7 * 300), np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""The map of LMDB: sized for its entries, and grown with them."""
+"""The map of LMDB: sized for its entries, grown with them, and read in its file without LMDB."""
 
 import os
 from contextlib import closing
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,14 +25,12 @@ TB = 1 << 40
 
 
 @pytest.mark.parametrize("total", [1 << 30, 16 * TB, 100 * TB, 128 * TB, 1 << 50, (1 << 63) - (1 << 20)])
-def test_the_map_ignores_the_size_of_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int
-) -> None:
+def test_the_map_ignores_the_size_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int) -> None:
     told = os.statvfs_result((1 << 20, 1 << 20, total >> 20, total >> 20, total >> 20, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: told)
     with closing(LmdbEngine(tmp_path, create=True)) as engine:
         kept = publish(engine, 0)
-        assert engine._env.info()["map_size"] < 1 << 30
+        assert engine._env.info()["map_size"] < 17 << 20
     look(tmp_path, kept, readonly=False, commits=1)
 
 
@@ -87,23 +86,7 @@ def test_a_map_that_is_too_small_grows_and_loses_nothing(
     look(path, contents, commits=len(steps) + 1)
 
 
-def test_entries_outgrow_the_map_that_a_writer_begins_with(tmp_path: Path) -> None:
-    """Real sizes, with 22,000 blobs twice: the publish copies all entries into a larger one."""
-    with closing(LmdbEngine(tmp_path, create=True)) as engine:
-        kept = publish(engine, 0)
-        assert engine._env.info()["map_size"] < 17 << 20
-        for number in range(1, 3):
-            blobs = [plain(f"segments/{number}.{i:0400d}/0/rows", some_bytes(0)) for i in range(22_000)]
-            kept += publish(engine, number, blobs)
-        assert engine._env.info()["map_size"] > 64 << 20
-    with closing(LmdbEngine(tmp_path, create=False, readonly=True)) as reader:
-        assert reader.list().keys() == {one.blob.name for one in kept}
-        check(reader, [kept[5]])
-
-
-def test_a_map_without_address_space_is_said_and_opened_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_map_without_address_space_is_said_and_opened_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not a full disk: nothing changed, and the next request succeeds."""
     engine = LmdbEngine(tmp_path, create=True)
     kept = publish(engine, 0)
@@ -125,9 +108,7 @@ def test_a_map_without_address_space_is_said_and_opened_later(
     engine.close()
 
 
-def test_an_interrupt_while_entries_change_leaves_a_whole_map(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_entries_change_leaves_a_whole_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At any time, the sum of checksums in the head matches the entries."""
     left = 0
 
@@ -216,3 +197,42 @@ def test_a_reader_descends_once_for_the_blobs_of_a_page(tmp_path: Path, monkeypa
                 continue
             with pytest.raises(CorruptStoreError, match=r"the entry of blob 'states/0.7' in data\.mdb is not what"):
                 read(one)
+
+
+@pytest.mark.disk
+def test_the_file_tells_where_lmdb_has_each_value(tmp_path: Path) -> None:
+    """For values of all sizes, in trees of several levels: one after another, and each by its key."""
+    generator = np.random.default_rng(0)
+    values = {f"{i:05d}".encode(): generator.bytes(int(generator.integers(0, 9000))) for i in range(1500)}
+    gone = list(values)[::7]
+    with lmdb.open(str(tmp_path), map_size=1 << 26, sync=False) as environment:
+        for _ in range(3):
+            with environment.begin(write=True) as txn:
+                for key, value in values.items():
+                    txn.put(key, value)
+        for key in gone:
+            with environment.begin(write=True) as txn:
+                txn.delete(key)
+            del values[key]
+    with closing(LmdbFile(str(tmp_path / "data.mdb"))) as file:
+        found = {value.key: os.pread(file.handle, value.size, value.offset) for value in file.values()}
+        assert found == values
+        assert list(found) == sorted(values)
+        assert {value.key: file.read(value) for value in file.values()} == values
+        for key, data in values.items():
+            value = file.find(key)
+            assert value is not None
+            assert file.read(value) == data
+        for key in [*gone, b"", b"0", b"99999", b"00000\0", b"zzz"]:
+            assert file.find(key) is None
+
+
+def test_an_empty_tree_has_no_value(tmp_path: Path) -> None:
+    """One that was never filled, and one that lost all values."""
+    with lmdb.open(str(tmp_path), map_size=1 << 20) as environment:
+        for _ in range(2):
+            with closing(LmdbFile(str(tmp_path / "data.mdb"))) as file:
+                assert (file.find(b"a"), list(file.values())) == (None, [])
+            with environment.begin(write=True) as txn:
+                txn.put(b"a", b"1")
+                txn.delete(b"a")
