@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tiercache.store.engines.engine import Blob, BlobRows, Engine, Head, Part, ReadRequest
+from tiercache.store.engines.engine import Blob, BlobRows, Engine, Head, ReadRequest
 from tiercache.store.files import paged
 from tiercache.store.initializer import Zeros
 from tiercache.store.layout import Range, SegmentLayout
@@ -19,6 +19,8 @@ from tiercache.store.store_errors import StoreError
 from tiercache.store.table import Table, group_tables
 
 Bytes = NDArray[np.uint8]
+Part = tuple[int, int, NDArray[Any]]
+"""The index of a blob in a put, an offset, and the bytes there."""
 OPTIMIZERS = (SGD(learning_rate=0.1), RowWiseAdagrad(learning_rate=0.1), Adam())
 
 
@@ -145,7 +147,7 @@ def drop_fronts(engine: Engine, contents: Iterable[Content], blocks: int) -> lis
     return rest
 
 
-def serve(open_reader: Callable[[Path], Engine], path: Path, pipe: Connection[Any, Any]) -> None:
+def serve(open_reader: Callable[[Path], Engine], path: Path, pipe: Connection) -> None:
     """Open an engine for reading; for each message with blobs answer with its head, and differences from them."""
     engine = open_reader(path)
     while (contents := pipe.recv()) is not None:

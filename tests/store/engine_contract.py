@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.store.blobs import (
     OPTIMIZERS,
     Content,
+    Part,
     bytes_of,
     check,
     commit_of,
@@ -30,7 +31,7 @@ from tests.store.blobs import (
     serve,
     some_bytes,
 )
-from tiercache.store.engines.engine import Blob, BlobRows, Engine, Part, ReadRequest
+from tiercache.store.engines.engine import Blob, BlobRows, Engine, ReadRequest
 from tiercache.store.files import PAGE_BYTES, paged
 from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError
 

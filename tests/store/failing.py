@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercache.store.engines.engine import Blob, Engine, Head, Part, ReadRequest
+from tests.store.blobs import Part
+from tiercache.store.engines.engine import Blob, Engine, Head, ReadRequest
 from tiercache.store.files import paged
 from tiercache.store.store_errors import StoreError, StoreFullError
 

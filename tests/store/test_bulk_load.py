@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.store.big import BIG
+from tests.store.big import BIG, dump
 from tests.store.conftest import Home, small_tables
 from tests.store.failing import FailingEngine
 from tests.store.test_scan import scanned
@@ -102,7 +102,7 @@ LEAST = np.int64(-(1 << 63))
     ],
 )
 def test_rows_that_cannot_be_taken_are_refused(home: Home, chunks: Any, sentence: str) -> None:
-    """The store stays empty and can be filled, unless it has rows that no commit names: they would be in the commit."""
+    """The store stays empty and can be filled."""
     chunks = [one if one[0] == "two" else ("one", one) for one in chunks]
     store = home.open([ONE])
     with pytest.raises(ValueError, match=sentence):
@@ -122,6 +122,13 @@ def test_state_and_reserved_keys_are_taken_where_they_are_asked_for(home: Home) 
     assert found == {
         key: ROWS[0][i].tobytes() + np.full(2, 0.5, np.float32).tobytes() for i, key in enumerate(keys.tolist())
     }
+
+
+def test_a_store_with_uncommitted_rows_is_refused(big: Store) -> None:
+    """They would become part of the commit."""
+    dump(big, 0, {1: 10})
+    with pytest.raises(ValueError, match="has rows that no commit names"):
+        load_rows(big, [])
 
 
 @pytest.mark.sampled(1)
