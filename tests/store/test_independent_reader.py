@@ -14,10 +14,10 @@ from tests.files import flipped
 from tests.store import independent_files, independent_format, independent_reader
 from tests.store.conftest import narrow_tables, small_tables
 from tests.store.independent_reader import read_store
+from tests.store.test_rewrite import rows_of
 from tests.store.test_row_versions import mixed
 from tests.store.world import Key, World
 from tiercache.store import Adagrad, Cursor, Store, Table, alter, forget
-from tiercache.store.row_codec import row_words
 
 
 def compressed_tables(kind: str) -> list[Table]:
@@ -64,11 +64,7 @@ def test_rows_of_altered_tables_are_those_that_the_format_says(engine: str, comp
         assert forget(store, "item", np.arange(10)).rows > 3
         if compact:
             store.compact()
-        expected = {}
-        for table in store.tables:
-            for keys, fields in store.scan(table.name):
-                words = row_words(table.fields, fields)
-                expected |= {(table.name, key): words[i].tobytes() for i, key in enumerate(keys.tolist())}
+        expected = rows_of(store)
     rows, _ = contents(tmp_path / "s.tc", store.tables)
     assert len(rows) > 100
     assert rows == expected
