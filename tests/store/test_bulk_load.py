@@ -105,7 +105,7 @@ def test_rows_that_cannot_be_taken_are_refused(home: Home, chunks: Any, sentence
     store = home.open([ONE])
     with pytest.raises(ValueError, match=sentence):
         load_rows(store, [("one", chunk) for chunk in chunks], memory_bytes=1)
-    with pytest.raises(ValueError, match="rows of table 'two', but the store .* has 'one'"):
+    with pytest.raises(ValueError, match=r"rows of table 'two', but the store .* has 'one'"):
         load_rows(store, [("two", (KEYS, ROWS))])
     store = home.open()
     assert store.commit is None
