@@ -209,7 +209,7 @@ def test_what_is_no_checkpoint_is_an_error_that_says_so(tmp_path: Path) -> None:
     data, broken = path.read_bytes(), tmp_path / "broken.safetensors"
     for bad in (b"", data[:20], b"\xff" * 100, data[:-1], data[:8] + b"[" + data[9:]):
         broken.write_bytes(bad)
-        refused(table_of(broken), "")
+        refused(table_of(broken), "safetensors")
     whole = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
     for lie in HEADER_LIES:
         header = json.dumps({TENSOR: whole | lie if isinstance(lie, dict) else lie}).encode()
