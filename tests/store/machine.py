@@ -4,22 +4,23 @@ class TestMyEngine(EngineContract): ...
 test_store = StoreMachine.on(TestMyEngine).TestCase
 """
 
-import contextlib
 import copy
-import io
 import tempfile
 from pathlib import Path
 from typing import NamedTuple, Self
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.store.conftest import needed_bytes, stored_bytes
 from tests.store.engine_contract import EngineContract
 from tests.store.failing import FailingEngine, KilledError
 from tests.store.world import World
 from tiercache.store.commit import Cursor
 from tiercache.store.engines.engine import Engine
+from tiercache.store.engines.zarr_engine import ZarrEngine
 from tiercache.store.initializer import Uniform, Zeros
 from tiercache.store.optimizer import SGD, Adagrad, Adam
 from tiercache.store.row_codec import initial_rows
@@ -49,10 +50,10 @@ class Kept(NamedTuple):
 class StoreMachine(RuleBasedStateMachine):
     """Randomly writes, commits, crashes, reopens, reads, compacts and rolls back a store; its model is a dict.
 
-    After every step exactly the rows of the dict are found, with their bits. Inherit and implement creation and opening
-    of the engine, or run the machine ``on`` an engine's contract, which implements them. Run it by
-    ``run_state_machine_as_test``, or as its ``TestCase``. Each example works in a separate folder. A crash is the state
-    that ``open`` finds after ``close`` of the engine; real kills and losses of power need a harness of processes.
+    After every step exactly the rows of the dict are found, with their bits, and exactly the newest commits are kept.
+    Inherit and implement creation and opening of the engine, or run the machine ``on`` an engine's contract, which
+    implements them. A crash is the state that ``open`` finds after ``close`` of the engine; real kills and losses of
+    power need a harness of processes.
     """
 
     def __init__(self) -> None:
@@ -125,7 +126,6 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._may_commit(3))
     @rule(sample=st.integers(1, 3))
     def commit_within(self, sample: int) -> None:
-        """Commit inside the pass, with all its rows."""
         if self._may_commit(sample):
             self._dump(within=True, part=sample)
             self.world.publish(self.store, sample=sample)
@@ -133,7 +133,6 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        """Discard the dumps since the commit."""
         self.store.discard_uncommitted()
         self._step_back()
 
@@ -143,8 +142,16 @@ class StoreMachine(RuleBasedStateMachine):
         """Put all rows in hash order: training cannot continue from here, everything else can."""
         self._step_back()
         self.world.compact(self.store)
-        self.scheduled = False
-        self._keep(Cursor(self.world.pass_index))
+        self._keep(Cursor(self.world.pass_index), scheduled=False)
+
+    @precondition(lambda self: self._between_passes())
+    @rule(keys=st.lists(st.integers(-9, 8), min_size=1, max_size=5, unique=True))
+    def lay_over(self, keys: list[int]) -> None:
+        """Import rows of existing and new keys: training cannot continue from here either."""
+        self._step_back()
+        self.store.discard_uncommitted()
+        self.world.lay_over(self.store, {table.name: keys for table in TABLES[:2]})
+        self._keep(Cursor(self.world.pass_index), scheduled=False)
 
     @precondition(lambda self: self._between_passes())
     @rule(seed=st.integers(51, 99), keys=st.integers(1, 6))
@@ -153,8 +160,7 @@ class StoreMachine(RuleBasedStateMachine):
         self._step_back()
         self.world.keys_per_pass = keys
         self.world.follow(self.store, self.world.draw(seed))
-        self.scheduled = True
-        self._keep(Cursor(0))
+        self._keep(Cursor(0), scheduled=True)
 
     @precondition(lambda self: self.kept)
     @rule(back=st.integers(0, 3))
@@ -195,7 +201,6 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(retention=st.none() | st.integers(1, 3))
     def reopen(self, retention: int | None) -> None:
-        """Close and open the store; from now on it may keep more commits, or fewer."""
         self.store.close()
         self._open_again(retention)
 
@@ -204,21 +209,17 @@ class StoreMachine(RuleBasedStateMachine):
     def die_writing(self, blocks: int, num_bytes: int) -> None:
         """Kill the process in the middle of a write, and open the store in another."""
         self.engine.tear(blocks, num_bytes)
-        try:
+        with pytest.raises(KilledError):
             self._dump()
-        except KilledError:
-            self.crash()
-        else:
-            raise AssertionError("a dump came to its end although its write was torn")
+        self.crash()
 
     @precondition(lambda self: self._may_commit(0))
     @rule(call=st.integers(1, 6))
     def fill_disk(self, call: int) -> None:
-        """Fill the disk at the next, or a later, call; training returns to the commit."""
+        """Fill the disk at some call; training returns to the commit."""
         self.engine.fail_in(call)
         try:
-            self._dump()
-            self.world.pass_index += 1
+            self.write()
             self.commit()
         except StoreFullError:
             self.engine.fail_in(None)
@@ -235,11 +236,11 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             world.compact(self.store)
         except StoreError:
+            return
+        finally:
             self.engine.fail_in(None)
-        else:
-            self.engine.fail_in(None)
-            self.world, self.scheduled = world, False
-            self._keep(Cursor(world.pass_index))
+        self.world = world
+        self._keep(Cursor(world.pass_index), scheduled=False)
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -249,7 +250,7 @@ class StoreMachine(RuleBasedStateMachine):
         missing=st.sampled_from(["zeros", "initial"]),
     )
     def read(self, keys: list[int], table: Table, missing: str) -> None:
-        """Look up rows by key, repeated or not; zeros, or the initial row, for keys without one."""
+        """Look up keys, repeated or not, with zeros or the initial row for keys without one."""
         asked = np.array(keys, np.int64)
         found, first = self.store.lookup(table.name, asked, missing=missing), initial_rows(table, asked)
         for i, key in enumerate(keys):
@@ -260,7 +261,6 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.kept)
     @rule(back=st.integers(0, 3))
     def read_older(self, back: int) -> None:
-        """Check that a kept commit has its rows and state."""
         id_ = sorted(self.kept)[-1 - back % len(self.kept)]
         kept = self.kept[id_]
         with self.store.at(id_) as older:
@@ -270,7 +270,6 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.kept)
     @rule(since=st.integers(0, 6))
     def follow_changes(self, since: int) -> None:
-        """Check that changes since any commit that was not given up are the rows written since, moved or not."""
         self._step_back()
         store = self.store
         store.discard_uncommitted()
@@ -278,15 +277,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def verify(self) -> None:
-        """Check that all kept data equals the data written."""
         self._step_back()
         self.store.discard_uncommitted()
-        with contextlib.redirect_stdout(io.StringIO()):
-            assert Verification(self.store).run()["problems"] == []
+        assert Verification(self.store).run()["problems"] == []
+        if self.kept and not isinstance(self.inner, ZarrEngine):  # its chunks have several blocks
+            assert stored_bytes(self.store) == needed_bytes(self.store)
 
     @invariant()
     def rows_are_those_of_the_dict(self) -> None:
-        """Check that exactly the live rows are found, with their bits, and that exactly the newest commits are kept."""
         if self.store is None:
             return
         assert [commit.id for commit in self.store.commits] == list(self.kept)
@@ -294,7 +292,6 @@ class StoreMachine(RuleBasedStateMachine):
         _check(self.store, self.world, self._cursor(), scheduled=self.scheduled)
 
     def teardown(self) -> None:
-        """Close the store and delete the folder."""
         if self.store is not None:
             self.store.close()
         self.folder.cleanup()
@@ -302,7 +299,6 @@ class StoreMachine(RuleBasedStateMachine):
     # -- inside ------------------------------------------------------------------------------------------
 
     def _cursor(self) -> Cursor | None:
-        """Return the cursor of the newest commit."""
         return self.kept[max(self.kept)].cursor if self.kept else None
 
     def _may_commit(self, sample: int) -> bool:
@@ -318,8 +314,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.world.train(part=part)
         self.world.append(self.store, within=within)
 
-    def _keep(self, cursor: Cursor, *, id_: int | None = None) -> None:
+    def _keep(self, cursor: Cursor, *, id_: int | None = None, scheduled: bool | None = None) -> None:
         """Record a commit; from now on a crash returns to it."""
+        if scheduled is not None:
+            self.scheduled = scheduled
         newest = max(self.kept, default=-1) + 1 if id_ is None else id_
         self.kept[newest] = Kept(copy.deepcopy(self.world), cursor, self.scheduled)
         self._give_up()
@@ -338,7 +336,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.kept = {id_: commit for id_, commit in self.kept.items() if id_ in kept}
 
     def _step_back(self) -> None:
-        """Return to the last commit."""
         if self.kept:
             kept = self.kept[max(self.kept)]
             self.world, self.scheduled = copy.deepcopy(kept.world), kept.scheduled
@@ -346,7 +343,6 @@ class StoreMachine(RuleBasedStateMachine):
             self.world = copy.deepcopy(self.fresh)
 
     def _open_again(self, retention: int | None = None) -> None:
-        """Open the existing store, and be at its last commit."""
         self.inner = self.open(self.path, self.inner)
         self.engine = FailingEngine(self.inner)
         if retention is None and not self.kept:
