@@ -43,6 +43,8 @@ class Kept(NamedTuple):
 
     world: World
     cursor: Cursor
+    digest: str
+    """The digest of its schedule."""
     scheduled: bool
     """True if rows wait for passes; not after a compaction."""
 
@@ -167,8 +169,8 @@ class StoreMachine(RuleBasedStateMachine):
     def roll_back(self, back: int) -> None:
         """Make an older commit the newest again, under a new id; later ones are gone."""
         to = sorted(self.kept)[-1 - back % len(self.kept)]
-        newest, kept = max(self.kept), self.kept[to]
-        assert self.store.rollback(to).id == newest + 1
+        newest, kept, commit = max(self.kept), self.kept[to], self.store.rollback(to)
+        assert (commit.id, commit.schedule_digest) == (newest + 1, kept.digest)
         pinned = self.pins.values()
         self.kept = {id_: commit for id_, commit in self.kept.items() if id_ <= to or id_ in pinned}
         self.world, self.scheduled = copy.deepcopy(kept.world), kept.scheduled
@@ -319,7 +321,7 @@ class StoreMachine(RuleBasedStateMachine):
         if scheduled is not None:
             self.scheduled = scheduled
         newest = max(self.kept, default=-1) + 1 if id_ is None else id_
-        self.kept[newest] = Kept(copy.deepcopy(self.world), cursor, self.scheduled)
+        self.kept[newest] = Kept(copy.deepcopy(self.world), cursor, self.store.commit.schedule_digest, self.scheduled)
         self._give_up()
 
     def _keep_again(self) -> None:

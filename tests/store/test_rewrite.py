@@ -1,9 +1,10 @@
 """Rewriting all rows of a store in a new order."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -55,7 +56,6 @@ def sliced(slice_bytes: int | None, memory_bytes: int = 8000) -> Iterator[None]:
 
 
 def rows_of(store: Store) -> dict[tuple[str, int], bytes]:
-    """Return all rows of a store."""
     return changed_rows(store, -1)
 
 
@@ -116,15 +116,12 @@ def test_every_row_stands_once_in_the_range_of_its_first_use(
 
 
 def place_of(group: Group, key: tuple[str, int]) -> tuple[int, int]:
-    """Return the sort key of a key: (table, hash)."""
     place = group.place(key[0])
     return place, int(hash_keys(np.array([key[1]]), group.tables[place].table_id)[0])
 
 
 def test_a_compacted_store_has_one_range_for_each_table_in_hash_order(tmp_path: Path) -> None:
-    """Verification, which checks hash order and one row per key, finds no problem; a reader keeps its commit
-    meanwhile.
-    """
+    """A reader keeps its commit meanwhile."""
     world = World(small_tables(), num_passes=4, keys_per_pass=60)
     with Store.open(tmp_path / "s.tc", tables=world.tables) as store:
         world.run(store, 6)
@@ -143,56 +140,63 @@ def test_a_compacted_store_has_one_range_for_each_table_in_hash_order(tmp_path: 
     assert not list(tmp_path.glob("s.tc/tmp*"))
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("retain_segments", [False, True])
-def test_after_any_failure_the_store_stands_where_it_stood(retain_segments: bool) -> None:
-    """At any failing call of the engine: exactly the commit and its rows remain."""
-    world = World(small_tables(), keys_per_pass=30)
-    memory = MemoryEngine()
+def retaining(store: Store, world: World, *, retain_segments: bool) -> None:
+    """Rewrite the rows for a schedule that uses nine of them."""
+    uses = WorldUses(store.tables, dict.fromkeys([*world.rows][:9], 0), slice_keys=4)
+    assert store.rewrite(uses, schedule_digest="", retain_segments=retain_segments).retained_ids or not retain_segments
+
+
+STEPS: dict[str, Callable[[Store, World], object]] = {
+    "rewrite": partial(retaining, retain_segments=False),
+    "rewrite and retain": partial(retaining, retain_segments=True),
+    "import": lambda store, world: world.lay_over(store, {"item": [1, 2, 3]}),
+    "roll back": lambda store, _: store.rollback(store.commit.id),
+    "pin": lambda store, _: store.pin("best", 1),
+    "unpin": lambda store, _: store.unpin("old"),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_after_any_failure_the_store_stands_where_it_stood(step: str) -> None:
+    """At any failing call of the engine: exactly the commit, its rows and its blobs remain."""
+    world, memory = World(small_tables(), keys_per_pass=20), MemoryEngine()
     engine = FailingEngine(memory)
-    with Store.open(None, tables=world.tables, engine=engine) as store:
+    with Store.open(None, tables=world.tables, engine=engine, retention=2) as store:
         world.run(store, 3)
-        commit, blobs, failures = store.commit, memory.list(), 0
-        uses = WorldUses(store.tables, dict.fromkeys([*world.rows][:9], 0), slice_keys=4)
-        for call in range(1, 200):
+        store.pin("old", 1)
+        commit, blobs, rows = store.commit, memory.list(), rows_of(store)
+        for call in count(1):
             engine.fail_in(call)
+            after = copy.deepcopy(world)
             try:
-                store.rewrite(uses, schedule_digest="", retain_segments=retain_segments)
+                STEPS[step](store, after)
+                break
             except StoreError:
-                failures += 1
                 engine.fail_in(None)
                 assert store.commit is commit
                 assert memory.list() == blobs
-                world.check(store, after=world.pass_index - 1)
-            else:
-                break
+                assert rows_of(store) == rows
         engine.fail_in(None)
-        assert failures > 5
-        assert bool(store.commit.retained_ids) == retain_segments
-        assert rows_of(store) == world.rows
+        assert call > 2
+        assert rows_of(store) == after.rows
 
 
 def test_key_sets_that_change_meanwhile_are_found_out() -> None:
     """Inconsistent counts and slices would put rows in wrong places."""
     world = World(small_tables())
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
+        with pytest.raises(ValueError, match="has no commit"):
+            store.compact()
         world.run(store, 2)
         key = next(iter(world.rows))
-        uses = WorldUses(store.tables, {key: 1})
-        lying = copy.copy(uses)
+        lying = WorldUses(store.tables, {key: 1})
         lying.counts = lambda name: {1: 2} if name == key[0] else {}  # type: ignore[method-assign]
         with pytest.raises(StoreError, match=r"pass 1 was said to use 2 keys .* first, and others came"):
             store.rewrite(lying, schedule_digest="x")
         world.check(store, after=world.pass_index - 1)
-        with (
-            pytest.raises(ValueError, match="has no commit"),
-            Store.open(None, tables=world.tables, engine=MemoryEngine()) as empty,
-        ):
-            empty.compact()
 
 
 def test_a_full_disk_is_said_with_the_bytes_needed(tmp_path: Path) -> None:
-    """The file cannot grow: the new segment does not fit, and the store is intact."""
     world = World(small_tables(), keys_per_pass=200, universe=400)
     with Store.open(tmp_path / "s.tc", tables=world.tables) as store:
         world.run(store, 1)
@@ -220,10 +224,7 @@ def test_a_full_disk_is_said_with_the_bytes_needed(tmp_path: Path) -> None:
 def test_a_schedule_is_entered_at_any_pass_and_inside_one(
     seed: int, before: int, inside: bool, first: int, sample: int, after: int, universe: int, slice_bytes: int | None
 ) -> None:
-    """Every later pass finds its rows; a store inside a pass can enter, and so can one after it.
-
-    Its retained segments and changes after two such schedules equal the world's.
-    """
+    """Every later pass finds its rows, also in retained segments, and through a second such schedule."""
     world = World(small_tables(), seed=seed, num_passes=3, keys_per_pass=9, universe=universe)
     memory = MemoryEngine()
     with Store.open(None, tables=world.tables, engine=memory) as store:
@@ -262,7 +263,6 @@ def test_a_schedule_is_entered_at_any_pass_and_inside_one(
 
 @pytest.mark.parametrize("retain_segments", [False, True])
 def test_slices_change_neither_rows_nor_last_changes_nor_what_is_retained(retain_segments: bool) -> None:
-    """One of two equal stores is rewritten in slices; verification finds no problem."""
     told = []
     for slice_bytes in (None, 300):
         world = World(small_tables(), num_passes=4, keys_per_pass=30)
@@ -311,65 +311,58 @@ class Scratch:
         monkeypatch.setattr(ScratchFile, "close", noted_close)
 
 
-class ManyUses:
-    """First uses of keys 0, ``step``, .. of the one table."""
-
-    def __init__(self, rows: int, passes: int, step: int) -> None:
-        self._keys = np.arange(0, rows, step, dtype=np.int64)
-        self._uses = self._keys * 7919 // step % passes
-
-    def counts(self, _table_name: str) -> dict[int, int]:
-        """Return the number of keys of each first use."""
-        return dict(enumerate(np.bincount(self._uses).tolist()))
-
-    def slices(self, _table_name: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield 5,000 keys at a time in hash order."""
-        order = np.argsort(hash_keys(self._keys, WIDE.table_id))
-        for low in range(0, order.size, 5000):
-            yield self._keys[order[low : low + 5000]], self._uses[order[low : low + 5000]]
-
-
 MEMORY_BYTES = 128 << 10
 """Less than a slice of the rows below."""
 
 
-def filled(rows: int) -> Store:
-    """Return a store of one table with rows that are their keys."""
-    store = Store.open(None, tables=[WIDE], engine=MemoryEngine())
-    keys = np.arange(rows, dtype=np.int64)
-    load_rows(store, [("wide", (keys, (np.repeat(keys.astype(np.float32), 16).reshape(-1, 16),)))])
-    return store
+ROWS = 30_000
+
+
+@pytest.fixture
+def filled() -> Iterator[Store]:
+    """A store of one table with rows that are their keys."""
+    with Store.open(None, tables=[WIDE], engine=MemoryEngine()) as store:
+        keys = np.arange(ROWS, dtype=np.int64)
+        load_rows(store, [("wide", (keys, (np.repeat(keys.astype(np.float32), 16).reshape(-1, 16),)))])
+        yield store
+
+
+def first_uses(passes: int, step: int) -> WorldUses:
+    """Return first uses of keys 0, ``step``, .. of the one table."""
+    uses = {("wide", key): key * 7919 // step % passes for key in range(0, ROWS, step)}
+    return WorldUses([WIDE], uses, slice_keys=5000)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("retain_segments", [False, True])
 def test_a_rewrite_writes_scratch_files_front_to_back_whatever_the_passes(
-    retain_segments: bool,
+    filled: Store, *, retain_segments: bool
 ) -> None:
     """For 200 passes at most twice the writes of one, and at most an eighth of the entries' bytes at a time."""
-    rows, counts = 30_000, []
+    counts = []
     for passes in (1, 200):
-        with filled(rows) as store, sliced(1, MEMORY_BYTES), pytest.MonkeyPatch.context() as patch:
-            scratch, uses = Scratch(patch), ManyUses(rows, passes, step=1 if retain_segments else 2)
-            store.rewrite(uses, schedule_digest="new", retain_segments=retain_segments)
+        with sliced(1, MEMORY_BYTES), pytest.MonkeyPatch.context() as patch:
+            scratch, uses = Scratch(patch), first_uses(passes, step=1 if retain_segments else 2)
+            filled.rewrite(uses, schedule_digest="new", retain_segments=retain_segments)
             counts.append(len(scratch.writes))
-            assert store.counters.spill_writes > 0
-            assert scratch.most <= rows * (WIDE.row_bytes + 12) / 8
-            found = [(keys, fields[0]) for keys, fields in store.scan("wide")]
-            assert sum(keys.size for keys, _ in found) == rows
+            assert filled.counters.spill_writes > 0
+            assert scratch.most <= ROWS * (WIDE.row_bytes + 12) / 8
+            found = [(keys, fields[0]) for keys, fields in filled.scan("wide")]
+            assert sum(keys.size for keys, _ in found) == ROWS
             assert all(np.array_equal(vectors[:, 5], keys) for keys, vectors in found)
     assert counts[1] <= 2 * counts[0]
 
 
-@pytest.mark.parametrize("passes", [1, 5])
-def test_a_compaction_writes_no_row_to_a_scratch_file(passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("schedules", [0, 4])
+def test_a_compaction_writes_no_row_to_a_scratch_file(
+    filled: Store, schedules: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of a few ranges are merged as they are read, and written as they are merged."""
-    with filled(20_000) as store, sliced(1 << 30, 8 << 20):
-        world_rows = rows_of(store)
-        for start in range(passes - 1):
-            uses = ManyUses(20_000, 3 + start, step=5)
-            store.rewrite(uses, schedule_digest=str(start))
+    with sliced(1 << 30, 8 << 20):
+        rows = rows_of(filled)
+        for start in range(schedules):
+            filled.rewrite(first_uses(3 + start, step=5), schedule_digest=str(start))
         scratch = Scratch(monkeypatch)
-        store.compact()
+        filled.compact()
         assert scratch.writes == []
-        assert rows_of(store) == world_rows
+        assert rows_of(filled) == rows

@@ -3,9 +3,9 @@
 The slow obvious version of a store: tests compare the store with it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,13 +80,11 @@ class World:
     def train(self, *, part: int = 0) -> None:
         """Change every row that the present pass trains."""
         for table in self.tables:
+            widths = [field.width for field in table.fields]
             for key in self.passes[self.pass_index % self.num_passes][table.name].tolist():
-                bits = np.random.default_rng(
-                    [self.schedule, self.pass_index, part, key & 0xFFFF, table.table_id & 0xFFFF]
-                )
-                numbers = bits.random(sum(field.width for field in table.fields), dtype=np.float32)[None, :]
-                cuts = np.cumsum([field.width for field in table.fields])[:-1]
-                row = row_words(table.fields, np.split(numbers, cuts, axis=1))
+                seed = [self.schedule, self.pass_index, part, key & 0xFFFF, table.table_id & 0xFFFF]
+                numbers = np.random.default_rng(seed).random(sum(widths), dtype=np.float32)[None, :]
+                row = row_words(table.fields, np.split(numbers, np.cumsum(widths)[:-1], axis=1))
                 self.rows[table.name, key] = row.tobytes()
                 self.trained.add((table.name, key))
 
@@ -195,16 +193,6 @@ class World:
         self.uses = dict.fromkeys(self.rows, NEVER)
         return commit
 
-    def run_to(self, other: Self) -> None:
-        """Move to the state of another world of the same passes."""
-        self.pass_index, self.rows, self.uses, self.state = (
-            other.pass_index,
-            {**other.rows},
-            {**other.uses},
-            other.state,
-        )
-        self.changed = {**other.changed}
-
     def run(self, store: Store, passes: int) -> None:
         """Train, dump and commit some passes."""
         for _ in range(passes):
@@ -293,28 +281,21 @@ class World:
         """Read the live range with next use ``pass_index`` of a layout, row by row."""
         layout, loaded = segment.layouts[group.index], {}
         for index in range(store.snapshot.first_range(segment, group.index), layout.num_ranges):
-            if layout.ranges[index].next_use != pass_index:
+            rows = layout.ranges[index]
+            if rows.next_use != pass_index:
                 continue
             low, high = layout.pages_of_range(index)
             out = np.empty(layout.byte_of_page(high) - layout.byte_of_page(low), np.uint8)
             store.read(segment, group.index, low, high, out)
-            names = [
-                table.name
-                for table, count in zip(group.tables, layout.ranges[index].table_rows, strict=True)
-                for _ in range(count)
-            ]
-            at = 0
+            names = np.repeat([table.name for table in group.tables], rows.table_rows).tolist()
             for page in range(low, high):
-                count = layout.row_of_page(page + 1) - layout.row_of_page(page)
-                first = layout.row_of_page(page)
-                numbers = out[at : at + count * layout.row_bytes].view(np.float32)
-                at += count * layout.row_bytes
-                cuts = np.cumsum([f.words * count for f in group.fields])[:-1]
-                fields = [part.reshape(count, -1) for part in np.split(numbers, cuts)]
+                first, last = layout.row_of_page(page), layout.row_of_page(page + 1)
+                numbers, out = np.split(out, [(last - first) * layout.row_bytes])
+                cuts = np.cumsum([field.words * (last - first) for field in group.fields])[:-1]
+                fields = [part.reshape(last - first, -1) for part in np.split(numbers.view(np.float32), cuts)]
                 block = layout.block_of_page(page)
-                keys = store.reader.keys(segment, group.index, block)
-                for i in range(count):
-                    key = int(keys[first + i - layout.rows_of_block(block)[0]])
+                keys = store.reader.keys(segment, group.index, block)[first - layout.rows_of_block(block)[0] :]
+                for i, key in enumerate(keys[: last - first].tolist()):
                     name = names[first + i - layout.first_row_R.item(index)]
                     loaded[name, key] = b"".join(values[i].tobytes() for values in fields)
         return loaded
@@ -334,8 +315,7 @@ class WorldUses:
 
     def counts(self, table_name: str) -> Mapping[int, int]:
         """Return the number of keys of a table with each first use."""
-        mine = [use for (name, _), use in self._uses.items() if name == table_name]
-        return {use: mine.count(use) for use in mine}
+        return Counter(use for (name, _), use in self._uses.items() if name == table_name)
 
     def slices(self, table_name: str) -> Iterator[tuple[Int64s, Int64s]]:
         """Yield keys in hash order with their first uses."""
