@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from tests.store.conftest import Home, small_tables
 from tests.store.rewritten import Change, rewritten
-from tests.store.test_rewrite import rows_of
+from tests.store.test_rewrite import rows_of, sliced
 from tests.store.test_scan import check as check_scans
 from tests.store.world import World, scheduled
 from tiercache.store import NEVER, CorruptStoreError, MemoryEngine, Store, compaction_plan, differences, info
+from tiercache.store.row_codec import row_words
 from tiercache.store.verification import Verification
 
 Key = tuple[str, int]
@@ -45,9 +46,8 @@ def check(store: Store, world: World) -> None:
     world.check_load(store, world.pass_index)
     for table in store.tables:
         keys = np.array([key for name, key in world.rows if name == table.name])
-        fields = store.lookup(table.name, keys)
-        for i, key in enumerate(keys.tolist()):
-            assert b"".join(values[i].tobytes() for values in fields.values()) == world.rows[table.name, key]
+        found = row_words(table.fields, tuple(store.lookup(table.name, keys).values()))
+        assert [row.tobytes() for row in found] == [world.rows[table.name, key] for key in keys.tolist()]
     assert Verification(store).run()["problems"] == []
     live = list(live_keys(store))
     newest = {key: id_ for id_, _, _, key in live}
@@ -93,26 +93,48 @@ def check_moved(store: Store, before: dict[int, int]) -> None:
     assert unused == 0 or 2 * unused < gone
 
 
-@settings(max_examples=5, deadline=None)
+class Schedule(NamedTuple):
+    """What a store trains next."""
+
+    draw: int
+    passes: int
+    keys: int
+    first: int
+    """The pass at which it is entered."""
+    sample: int
+    """The sample of that pass."""
+    trained: int
+    """Passes until the next schedule."""
+    inside: bool
+    """True if the next schedule is entered inside a pass."""
+
+
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 99),
     schedules=st.lists(
-        st.tuples(st.integers(0, 99), st.integers(1, 3), st.integers(1, 9), st.integers(0, 4)), min_size=2, max_size=3
+        st.builds(
+            Schedule,
+            draw=st.integers(0, 99),
+            passes=st.integers(1, 3),
+            keys=st.integers(1, 9),
+            first=st.integers(0, 7),
+            sample=st.sampled_from([0, 5]),
+            trained=st.integers(0, 4),
+            inside=st.booleans(),
+        ),
+        min_size=2,
+        max_size=3,
     ),
     page_rows=st.integers(1, 5),
     block_rows=st.integers(1, 9),
     most=st.sampled_from([1, 2, 256]),
-    within=st.booleans(),
+    slice_bytes=st.sampled_from([None, 400]),
 )
 def test_schedule_after_schedule_reads_the_newest_row_of_every_key(
-    seed: int,
-    schedules: list[tuple[int, int, int, int]],
-    page_rows: int,
-    block_rows: int,
-    most: int,
-    within: bool,
+    seed: int, schedules: list[Schedule], page_rows: int, block_rows: int, most: int, slice_bytes: int | None
 ) -> None:
-    """For any keys of a schedule, at its beginning, in between and after it: lookups, scans, changes and loads.
+    """Entered at any pass and inside one: lookups, scans, changes and loads.
 
     A key's newest row is never dead while an older one in a retained segment is live: the older one would be read.
     """
@@ -123,31 +145,39 @@ def test_schedule_after_schedule_reads_the_newest_row_of_every_key(
     ):
         patch.setattr(compaction_plan, "MOST_RETAINED", most)
         world.run(store, 3)
-        for draw, passes, keys, trained in schedules:
-            world.num_passes, world.keys_per_pass = passes, keys
+        for one in schedules:
+            world.num_passes, world.keys_per_pass = one.passes, one.keys
             before = live_bytes(store)
-            world.follow(store, world.draw(draw))
-            assert len(store.commit.retained_ids) <= most
+            with sliced(slice_bytes):
+                commit = world.follow(store, world.draw(one.draw), start=(one.first, one.sample))
+            assert commit.cursor == (one.first, one.sample)
+            assert store.segments[-1].pass_index == -1 - one.first
+            assert len(commit.retained_ids) <= most
             check_halves(store)
             if most == 256:
                 check_moved(store, before)
             check(store, world)
-            world.check_changes(store, store.commit.id - 1)
-            world.run(store, trained)
-            if within:
-                world.train(part=1)
-                world.append(store, within=True)
-                world.publish(store, sample=1)
-                world.check(store, after=world.pass_index)
-                world.check_within(store)
-                assert rows_of(store) == world.rows
-                world.train(part=2)
-                world.append(store)
-                world.pass_index += 1
-                world.publish(store)
-            check(store, world)
-            world.check_changes(store, store.commit.id - 1)
+            world.check_changes(store, commit.id - 1)
+            if one.sample:
+                commit_within(store, world, sample=one.sample + 2)
+            if one.trained:
+                world.run(store, one.trained)
+                check(store, world)
+                world.check_changes(store, store.commit.id - 1)
+            if one.inside:
+                commit_within(store, world, sample=one.sample + 4)
+        assert rows_of(store) == world.rows
         check_scans(store, world, memory_bytes=900, chunk_rows=7)
+
+
+def commit_within(store: Store, world: World, *, sample: int) -> None:
+    """Commit inside the pass, and compare its rows."""
+    world.train(part=sample)
+    world.append(store, within=True)
+    world.publish(store, sample=sample)
+    world.check(store, after=world.pass_index)
+    world.check_within(store)
+    assert rows_of(store) == world.rows
 
 
 def retained_store(home: Home) -> tuple[Store, World]:

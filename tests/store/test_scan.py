@@ -14,6 +14,7 @@ from tests.store.conftest import Careless, Home, small_tables
 from tests.store.world import World
 from tiercache.store import CorruptStoreError, MemoryEngine, Store, Table, hash_keys
 from tiercache.store.external_sort import hash_slices
+from tiercache.store.row_codec import row_words
 from tiercache.store.scan import scan_segments
 
 
@@ -22,12 +23,13 @@ def scanned(store: Store, name: str, **options: Any) -> dict[int, bytes]:
     table = next(one for one in store.tables if one.name == name)
     found: dict[int, bytes] = {}
     hashes: list[int] = []
-    for keys, fields in store.scan(table.name, **options):
+    for keys, fields in store.scan(name, **options):
         assert keys.dtype == np.int64
         assert [f.shape for f in fields] == [(keys.size, f.width) for f in table.fields]
         assert keys.size <= options.get("chunk_rows", keys.size)
         hashes += hash_keys(keys, table.table_id).tolist()
-        found |= {key: b"".join(f[i].tobytes() for f in fields) for i, key in enumerate(keys.tolist())}
+        words = row_words(table.fields, fields)
+        found |= {key: words[i].tobytes() for i, key in enumerate(keys.tolist())}
     assert hashes == sorted(hashes)
     return found
 

@@ -19,7 +19,6 @@ INF, NAN = float("inf"), float("nan")
 
 
 def table(dtype: str) -> tc.Table:
-    """Return a table with two numbers per row."""
     return tc.Table(name="t", dim=2, dtype=dtype, optimizer=tc.optim.SGD(learning_rate=1.0))
 
 
@@ -44,7 +43,7 @@ def imported(path: Path, dtype: str, rows: list[list[float]]) -> np.ndarray:
     ],
 )
 def test_a_number_beyond_the_dtype_is_refused_by_key(tmp_path: Path, dtype: str, number: float, shown: str) -> None:
-    """Nothing is committed; infinities and NaN next to it are accepted."""
+    """Infinities and NaN next to it are accepted."""
     rows = [[1.0, INF], [NAN, number], [2.0, 3.0]]
     expected = rf'vector of table \'t\' has {shown} for key 11, which is infinite in {dtype}: clip .* dtype = "float32"'
     with pytest.raises(ImportExportError, match=expected):
@@ -70,7 +69,6 @@ def test_a_number_beyond_the_dtype_is_refused_by_key(tmp_path: Path, dtype: str,
     ],
 )
 def test_numbers_within_the_dtype_are_rounded(tmp_path: Path, dtype: str, number: float, stored: float) -> None:
-    """Infinity and NaN do not change."""
     np.testing.assert_array_equal(imported(tmp_path / "m", dtype, [[number, 1.0]]), [[stored, 1.0]])
 
 

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,12 @@ from tiercache.store.files import PAGE_BYTES
 MIB = 1 << 20
 LONG = np.ones(16 * MIB, np.uint8)
 """A separate request if the next data in the file is elsewhere."""
+
+
+def put_long(queue: WriteQueue) -> None:
+    """Put three long requests that lie apart."""
+    for i in range(3):
+        queue.put(LONG.data, 20 * i * MIB)
 
 
 class Disk:
@@ -72,7 +79,6 @@ def test_what_was_put_or_copied_is_there_after_a_flush(data: st.DataObject) -> N
 
 @pytest.mark.parametrize(("is_read", "most"), [(False, 2), (True, 1)])
 def test_two_long_requests_are_under_way_at_a_time_and_one_where_the_file_is_read(*, is_read: bool, most: int) -> None:
-    """For pages that are apart."""
     disk, page = Disk(64 * MIB, seconds=0.02), np.ones(2 * MIB, np.uint8)
     with closing(WriteQueue(disk.write, lambda: is_read)) as queue:
         for i in range(12):
@@ -108,7 +114,6 @@ def test_short_runs_that_lie_apart_are_one_request_up_to_a_size(monkeypatch: pyt
 
 
 def test_short_requests_and_a_single_one_are_made_by_the_caller() -> None:
-    """No thread is started for them."""
     disk, page = Disk(64 * MIB), np.ones(40_960, np.uint8)
     with closing(WriteQueue(disk.write, bool)) as queue:
         for i in range(20):
@@ -117,14 +122,13 @@ def test_short_requests_and_a_single_one_are_made_by_the_caller() -> None:
         queue.put(np.ones(20 * MIB, np.uint8).data, 0)
         queue.flush()
     assert disk.threads == {threading.get_ident()}
-    made = list[tuple[bool, int]]()
+    here, made = threading.get_ident(), list[tuple[bool, int]]()
 
     def write(views: list[memoryview], offset: int) -> int:
         count = disk.write(views, offset)
         made.append((threading.get_ident() == here, count))
         return count
 
-    here = threading.get_ident()
     with closing(WriteQueue(write, bool)) as queue:
         queue.put(LONG.data, 0)
         queue.put(page.data, 20 * MIB)
@@ -133,7 +137,6 @@ def test_short_requests_and_a_single_one_are_made_by_the_caller() -> None:
 
 
 def test_a_request_that_fails_is_raised_and_nothing_is_under_way_when_it_was_given_up() -> None:
-    """Its places can be reused."""
     disk, page = Disk(128 * MIB, seconds=0.05), np.ones(2 * MIB, np.uint8)
 
     def write(views: list[memoryview], offset: int) -> int:
@@ -141,13 +144,10 @@ def test_a_request_that_fails_is_raised_and_nothing_is_under_way_when_it_was_giv
             raise OSError("no")
         return disk.write(views, offset)
 
-    def put_all(queue: WriteQueue) -> None:
-        for i in range(30):
-            queue.put(page.data, 4 * i * MIB)
-
     with closing(WriteQueue(write, bool)) as queue:
-        with pytest.raises(OSError, match=r"^no$"):
-            put_all(queue)
+        with pytest.raises(OSError, match=r"^no$"):  # noqa: PT012 - any of the puts may raise it
+            for i in range(30):
+                queue.put(page.data, 4 * i * MIB)
         queue.discard()
         written = disk.written
         assert written % page.size == 0
@@ -160,11 +160,9 @@ def test_a_request_that_fails_is_raised_and_nothing_is_under_way_when_it_was_giv
 
 
 def test_an_interrupt_while_requests_are_waited_for_leaves_none_under_way() -> None:
-    """Then its places are freed, and can be written again."""
     disk = Disk(64 * MIB, seconds=0.4)
     with closing(WriteQueue(disk.write, bool)) as queue:
-        for i in range(3):
-            queue.put(LONG.data, 20 * i * MIB)
+        put_long(queue)
         interrupt = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
         interrupt.start()
         with pytest.raises(KeyboardInterrupt):
@@ -179,15 +177,10 @@ def test_an_interrupt_while_requests_are_waited_for_leaves_none_under_way() -> N
 
 def test_where_no_thread_can_be_had_the_caller_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as when the interpreter exits during a dump."""
-
-    def refused(*_: object) -> None:
-        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
-
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", Mock(side_effect=RuntimeError("cannot schedule new futures")))
     disk = Disk(64 * MIB)
     with closing(WriteQueue(disk.write, bool)) as queue:
-        for i in range(3):
-            queue.put(LONG.data, 20 * i * MIB)
+        put_long(queue)
         queue.flush()
     assert disk.written == 3 * LONG.size
     assert disk.threads == {threading.get_ident()}
@@ -216,7 +209,7 @@ def test_a_request_that_a_thread_has_although_it_was_refused_is_written_once(mon
 
 
 def test_a_request_that_no_thread_has_yet_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example, if an interrupt comes just before it is handed over: no thread waits for it or writes it later."""
+    """Such as when an interrupt comes just before it is handed over: no thread writes it later."""
     held = list[Any]()
     monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda _, *arguments: held.append(arguments))
     disk = Disk(64 * MIB)

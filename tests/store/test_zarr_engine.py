@@ -97,7 +97,6 @@ def test_a_large_blob_is_cut_into_objects(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list((tmp_path / "states").glob("0.1*"))
     (tmp_path / "states/0.2.2").unlink()
     assert engine.list()["states/0.2"].size == 2 << 16
-    engine.close()
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -135,7 +134,6 @@ def test_a_read_over_blocks_has_zeros_between_them(tmp_path: Path) -> None:
         assert bytes_of(engine, blob, 0, blob.size) == whole.tobytes()
     with pytest.raises(BlockReadError, match="ends at byte 5,000 of 5,001"):
         bytes_of(engine, contents[0].blob, 1, 5001)
-    engine.close()
 
 
 # -- damage --------------------------------------------------------------------------------------------------
@@ -181,7 +179,6 @@ def test_a_chunk_that_is_not_whole_is_an_error_in_words(
             assert stored.dropped > 0 or stored.size < one.blob.size
         with pytest.raises(BlockReadError, match=r"is (missing|incomplete):|cannot be read|has checksum"):
             bytes_of(reader, one.blob, 0, one.blob.size)
-    reader.close()
 
 
 @pytest.mark.usefixtures("small_objects")
@@ -197,7 +194,6 @@ def test_a_blob_ends_where_a_chunk_is_missing(tmp_path: Path) -> None:
     assert engine.list()[rows.name] == (6 * step, 3 * step)
     (tmp_path / "segments/0.1/0/sum/c.0.0").write_bytes(b"short")
     assert engine.list()[rows.name] == (rows.size, rows.size)
-    engine.close()
 
 
 NO_ROWS = (
@@ -229,7 +225,6 @@ def test_arrays_that_nothing_describes_are_leftovers(tmp_path: Path, node: bytes
             path.write_bytes(whole)
     engine = ZarrEngine(tmp_path, create=False)
     check(engine, [one for one in contents if one is not keys])
-    engine.close()
 
 
 def test_one_object_of_a_group_says_how_long_its_blobs_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +238,6 @@ def test_one_object_of_a_group_says_how_long_its_blobs_are(tmp_path: Path, monke
     for _ in range(2):
         assert engine.list() == {one.blob.name: (one.blob.size, 0) for one in contents}
     assert sorted(name.rsplit("/", 2)[0] for name in read) == [f"segments/0.{i}/0" for i in range(3)]
-    engine.close()
 
 
 def test_a_blob_that_is_not_what_its_layout_says_is_refused(tmp_path: Path) -> None:
@@ -259,7 +253,6 @@ def test_a_blob_that_is_not_what_its_layout_says_is_refused(tmp_path: Path) -> N
         with pytest.raises(ValueError, match="is not a block of it"):
             put(engine, [cut])
     assert engine.list() == {}
-    engine.close()
 
 
 # -- writers -------------------------------------------------------------------------------------------------
@@ -321,7 +314,6 @@ def test_an_opening_for_writing_finds_what_a_crash_left(tmp_path: Path) -> None:
     assert objects(tmp_path) == before | dict.fromkeys(others, b"left")
     assert {path.name for path in (tmp_path / "segments").iterdir()} == {"0.1", "zarr.json"}
     assert {path.name for path in (tmp_path / "segments/0.1").iterdir()} == {"0", "meta", "zarr.json"}
-    engine.close()
 
 
 @pytest.mark.parametrize("place", ["disk", "elsewhere"])
@@ -340,7 +332,6 @@ def test_a_put_that_fails_leaves_no_object(tmp_path: Path, place: str) -> None:
         engine.put([one.blob for one in contents], failing())
     assert engine._objects.sizes(["segments", "states", "commits"]) == before
     check(engine, put(engine, contents) + kept)
-    engine.close()
 
 
 # -- memory --------------------------------------------------------------------------------------------------
@@ -380,7 +371,6 @@ def test_copies_of_parts_keep_to_the_limit(tmp_path: Path, monkeypatch: pytest.M
     contents = publish(engine, 0, segment(layout_of([65536], block_rows=1024), 1))
     assert 0 < max(sizes) <= 64 << 10
     check(engine, contents)
-    engine.close()
 
 
 def test_a_writer_looks_for_its_blobs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,4 +383,3 @@ def test_a_writer_looks_for_its_blobs_once(tmp_path: Path, monkeypatch: pytest.M
     put(engine, [plain("states/0.1", some_bytes(10))])
     drop_all(engine, contents[:1])
     assert sizes.call_count == 1
-    engine.close()

@@ -39,7 +39,6 @@ def test_pages_before_the_first_block_that_is_left_are_holes(tmp_path: Path) -> 
         assert blocks * 100_008 - PAGE_BYTES <= whole - taken(file) <= blocks * 100_008
         check(engine, left + rest)
     assert file.stat().st_size == 8 * 8334 * VECTOR
-    engine.close()
 
 
 def test_files_and_folders_go_with_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,4 +61,3 @@ def test_files_and_folders_go_with_their_blocks(tmp_path: Path, monkeypatch: pyt
     assert not folder.exists()
     drop_all(engine, [meta], shrink=True)
     assert {file.name for file in (tmp_path / "segments").iterdir()} == {"0.2", "zarr.json"}
-    engine.close()

@@ -14,7 +14,6 @@ from tiercache.store.bits import hash_keys
 from tiercache.store.bulk_load import load_rows
 from tiercache.store.commit import Commit, Cursor
 from tiercache.store.layout import NEVER, Range, SegmentLayout
-from tiercache.store.lookup import locate
 from tiercache.store.row_codec import initial_rows, row_words
 from tiercache.store.segment import Segment
 from tiercache.store.store import Store
@@ -71,11 +70,8 @@ class World:
     def next_use(self, key: Key, pass_index: int) -> int:
         """Return the first pass after ``pass_index`` that needs ``key``."""
         name, number = key
-        return next(
-            v
-            for v in range(pass_index + 1, pass_index + self.num_passes + 1)
-            if number in self.passes[v % self.num_passes][name]
-        )
+        upcoming = range(pass_index + 1, pass_index + self.num_passes + 1)
+        return next(v for v in upcoming if number in self.passes[v % self.num_passes][name])
 
     def train(self, *, part: int = 0) -> None:
         """Change every row that the present pass trains."""
@@ -83,10 +79,8 @@ class World:
             widths = [field.width for field in table.fields]
             for key in self.passes[self.pass_index % self.num_passes][table.name].tolist():
                 seed = [self.schedule, self.pass_index, part, key & 0xFFFF, table.table_id & 0xFFFF]
-                numbers = np.random.default_rng(seed).random(sum(widths), dtype=np.float32)[None, :]
-                row = row_words(table.fields, np.split(numbers, np.cumsum(widths)[:-1], axis=1))
-                self.rows[table.name, key] = row.tobytes()
-                self.trained.add((table.name, key))
+                numbers = np.random.default_rng(seed).random((1, sum(widths)), dtype=np.float32)
+                self._set(table, [key], np.split(numbers, np.cumsum(widths)[:-1], axis=1))
 
     def layout(self, group: Group, *, within: bool) -> tuple[SegmentLayout, list[Key]]:
         """Return the layout of the present pass's dump, and its keys in order; record their next uses."""
@@ -132,14 +126,9 @@ class World:
 
     def append(self, store: Store, *, within: bool = False) -> Segment:
         """Dump the present pass."""
-        laid = [self.layout(group, within=within) for group in store.groups]
-        blocks = (
-            block
-            for (layout, keys), group in zip(laid, store.groups, strict=True)
-            for block in self.blocks(layout, keys, group)
-        )
-        layouts = [layout for layout, _ in laid]
-        return store.append(self.pass_index, layouts, blocks, within=within)
+        laid = [(*self.layout(group, within=within), group) for group in store.groups]
+        blocks = (block for layout, keys, group in laid for block in self.blocks(layout, keys, group))
+        return store.append(self.pass_index, [layout for layout, _, _ in laid], blocks, within=within)
 
     def compact(self, store: Store) -> None:
         """Compact; from now on no row has a next use, and only ``follow`` can continue."""
@@ -161,14 +150,10 @@ class World:
         first_uses = {key: pass_index for pass_index in reversed(upcoming) for key in self.keys(pass_index)}
         for table in self.tables:
             new = [key for name, key in first_uses if name == table.name and (name, key) not in self.rows]
-            first = row_words(table.fields, initial_rows(table, np.array(new, dtype=np.int64)))
-            for i, key in enumerate(new):
-                self.rows[table.name, key] = first[i].tobytes()
-                self.trained.add((table.name, key))
+            self._set(table, new, initial_rows(table, np.array(new, dtype=np.int64)))
         self.uses = {key: first_uses.get(key, NEVER) for key in self.rows}
-        digest = f"schedule {self.schedule}"
         commit = store.rewrite(
-            WorldUses(self.tables, first_uses), schedule_digest=digest, progress=progress,
+            WorldUses(self.tables, first_uses), schedule_digest=f"schedule {self.schedule}", progress=progress,
             start=None if start is None else Cursor(*start),
         )  # fmt: skip
         self._note(commit)
@@ -178,20 +163,22 @@ class World:
         """Import random rows for keys; from now on no row has a next use, and only ``follow`` can continue."""
         chunks = []
         for table in self.tables:
-            if not keys.get(table.name):
-                continue
-            draw = np.random.default_rng([self.pass_index, len(self.changed), table.table_id & 0xFFFF])
-            mine = np.array(keys[table.name], np.int64)
-            fields = tuple(draw.random((mine.size, field.width), dtype=np.float32) for field in table.fields)
-            words = row_words(table.fields, fields)
-            for i, key in enumerate(mine.tolist()):
-                self.rows[table.name, key] = words[i].tobytes()
-                self.trained.add((table.name, key))
-            chunks.append((table.name, (mine, fields)))
+            if mine := keys.get(table.name):
+                draw = np.random.default_rng([self.pass_index, len(self.changed), table.table_id & 0xFFFF])
+                fields = tuple(draw.random((len(mine), field.width), dtype=np.float32) for field in table.fields)
+                self._set(table, mine, fields)
+                chunks.append((table.name, (np.array(mine, np.int64), fields)))
         commit = load_rows(store, chunks)
         self._note(commit)
         self.uses = dict.fromkeys(self.rows, NEVER)
         return commit
+
+    def _set(self, table: Table, keys: Sequence[int], fields: Sequence[NDArray[np.float32]]) -> None:
+        """Give keys of a table rows, each a number of every field."""
+        words = row_words(table.fields, fields)
+        for i, key in enumerate(keys):
+            self.rows[table.name, key] = words[i].tobytes()
+            self.trained.add((table.name, key))
 
     def run(self, store: Store, passes: int) -> None:
         """Train, dump and commit some passes."""
@@ -205,12 +192,9 @@ class World:
         """Commit the state of the world."""
         state = f"state at {self.pass_index}, {sample}".encode()
         commit = store.publish(
-            Cursor(self.pass_index, sample),
-            state=state,
-            schedule_digest="cyclic",
-            settings={"seed": self.seed},
+            Cursor(self.pass_index, sample), state=state, schedule_digest="cyclic", settings={"seed": self.seed},
             environment={"threads": 1},
-        )
+        )  # fmt: skip
         self.state = state
         self._note(commit)
 
@@ -227,34 +211,27 @@ class World:
         if store.commit is not None and any(first <= since <= last for first, last in store.commit.abandoned):
             return
         for table in self.tables:
-            given: dict[Key, bytes] = {}
+            given = []
             for keys, fields in store.changes(table.name, since=since):
                 words = row_words(table.fields, tuple(fields.values()))
-                for i, key in enumerate(keys.tolist()):
-                    assert (table.name, key) not in given, (table.name, key)
-                    given[table.name, key] = words[i].tobytes()
-            wanted = {
-                key: self.rows[key] for key, commit in self.changed.items() if commit > since and key[0] == table.name
-            }
-            assert given == wanted, (table.name, since)
-            assert store.changed_rows(table.name, since=since) == len(wanted)
+                given += [(key, words[i].tobytes()) for i, key in enumerate(keys.tolist())]
+            keys = sorted(key for (name, key), id_ in self.changed.items() if name == table.name and id_ > since)
+            assert sorted(given) == [(key, self.rows[table.name, key]) for key in keys], (table.name, since)
+            assert store.changed_rows(table.name, since=since) == len(keys)
 
     def check(self, store: Store, *, after: int) -> None:
         """Assert that every row is found with its bits, except rows whose next use is pass ``after`` or earlier."""
+        keys = np.arange(-self.universe // 2, self.universe // 2 + 1)
         for group in store.groups:
-            wanted = {table.name: np.arange(-self.universe // 2, self.universe // 2 + 1) for table in group.tables}
-            with store.pinned() as snapshot:
-                found = {name: locate(store.reader, snapshot, name, keys, after=after) for name, keys in wanted.items()}
-            for name, keys in wanted.items():
-                ids, rows = found[name]
+            for table in group.tables:
+                ids, rows = store.locate(table.name, keys, after=after)
                 for key, id_ in zip(keys.tolist(), ids.tolist(), strict=True):
-                    expected = self.uses.get((name, key), -1) > after
-                    assert (id_ >= 0) == expected, (name, key, id_)
+                    assert (id_ >= 0) == (self.uses.get((table.name, key), -1) > after), (table.name, key, id_)
                 for segment in store.segments:
-                    mine = np.nonzero(ids == segment.id)[0]
-                    found_rows = row_words(group.fields, store.read_rows(segment, group.index, rows[mine]))
+                    mine = ids == segment.id
+                    found = row_words(group.fields, store.read_rows(segment, group.index, rows[mine]))
                     for i, key in enumerate(keys[mine].tolist()):
-                        assert found_rows[i].tobytes() == self.rows[name, key], (name, key)
+                        assert found[i].tobytes() == self.rows[table.name, key], (table.name, key)
 
     def check_load(self, store: Store, pass_index: int) -> None:
         """Assert that the ranges with next use ``pass_index`` hold exactly the rows that it needs and that exist."""
@@ -266,8 +243,7 @@ class World:
         assert self._loaded(store, self.pass_index) == {key: self.rows[key] for key in self.keys(self.pass_index)}
         for name, keys in self.passes[self.pass_index % self.num_passes].items():
             ids, _ = store.locate(name, keys, after=self.pass_index - 1)
-            assert len(set(ids.tolist())) == 1
-            assert store.segments[-1].id == ids[0]
+            assert set(ids.tolist()) == {store.segments[-1].id}
 
     def _loaded(self, store: Store, pass_index: int) -> dict[Key, bytes]:
         """Read the live ranges of the schedule with next use ``pass_index``."""
