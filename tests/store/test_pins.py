@@ -90,17 +90,6 @@ def test_a_pin_writes_one_small_blob_and_takes_the_place_of_the_commit_before(ho
     world.check(store, after=world.pass_index - 1)
 
 
-def test_a_pin_keeps_the_retention_that_the_store_was_opened_with(home: Home) -> None:
-    world = small_world()
-    world.run(home.open(world.tables), 2)
-    store = home.open(retention=3)
-    store.pin("best")
-    store = home.open()
-    assert store.retention == 3
-    world.run(store, 4)
-    assert ids(store) == [1, 4, 5, 6]
-
-
 def test_what_cannot_be_pinned_is_refused(tmp_path: Path) -> None:
     world = small_world()
     with Store.open(tmp_path / "s", tables=world.tables) as store:

@@ -1,4 +1,4 @@
-"""Segments that a new schedule leaves in place."""
+"""Segments that a new schedule leaves in place, and imported rows that hide theirs."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,8 +15,11 @@ from tests.store.conftest import Home, small_tables
 from tests.store.rewritten import Change, rewritten
 from tests.store.test_rewrite import rows_of, sliced
 from tests.store.test_scan import check as check_scans
+from tests.store.test_scan import check_slices
 from tests.store.world import World, scheduled
-from tiercache.store import NEVER, CorruptStoreError, MemoryEngine, Store, compaction_plan, differences, info
+from tiercache.store import NEVER, Commit, CorruptStoreError, Cursor, MemoryEngine, Store, compaction_plan, differences
+from tiercache.store.bulk_load import load_rows
+from tiercache.store.inspect import info
 from tiercache.store.row_codec import row_words
 from tiercache.store.verification import Verification
 
@@ -72,6 +75,18 @@ def check_halves(store: Store) -> None:
             assert 0 < live <= 2 * (live - stale)
 
 
+def check_overlaid(store: Store, world: World, commit: Commit) -> None:
+    """Assert that every way to read has the imported rows and the others, and training has its position."""
+    assert rows_of(store) == world.rows
+    check_scans(store, world)
+    world.check(store, after=world.pass_index - 1)
+    for since in range(-1, commit.id + 1):
+        world.check_changes(store, since)
+    assert Verification(store).run()["problems"] == []
+    assert (store.commit.id, store.commit.cursor) == (commit.id, Cursor(world.pass_index, 0))
+    assert (store.commit.schedule_digest, store.state()) == ("", world.state)
+
+
 def live_bytes(store: Store) -> dict[int, int]:
     """Return the bytes of the live rows of each segment, stale ones included."""
     found = {segment.id: 0 for segment in store.segments}
@@ -96,6 +111,8 @@ def check_moved(store: Store, before: dict[int, int]) -> None:
 class Schedule(NamedTuple):
     """What a store trains next."""
 
+    imports: list[list[int]]
+    """The keys of imports before it."""
     draw: int
     passes: int
     keys: int
@@ -103,6 +120,7 @@ class Schedule(NamedTuple):
     """The pass at which it is entered."""
     sample: int
     """The sample of that pass."""
+    retain: bool
     trained: int
     """Passes until the next schedule."""
     inside: bool
@@ -115,11 +133,13 @@ class Schedule(NamedTuple):
     schedules=st.lists(
         st.builds(
             Schedule,
+            imports=st.lists(st.lists(st.integers(-20, 24), unique=True, max_size=20), max_size=2),
             draw=st.integers(0, 99),
             passes=st.integers(1, 3),
             keys=st.integers(1, 9),
             first=st.integers(0, 7),
             sample=st.sampled_from([0, 5]),
+            retain=st.booleans(),
             trained=st.integers(0, 4),
             inside=st.booleans(),
         ),
@@ -134,7 +154,7 @@ class Schedule(NamedTuple):
 def test_schedule_after_schedule_reads_the_newest_row_of_every_key(
     seed: int, schedules: list[Schedule], page_rows: int, block_rows: int, most: int, slice_bytes: int | None
 ) -> None:
-    """Entered at any pass and inside one: lookups, scans, changes and loads.
+    """Entered at any pass and inside one, after imports: lookups, scans, changes and loads.
 
     A key's newest row is never dead while an older one in a retained segment is live: the older one would be read.
     """
@@ -146,17 +166,31 @@ def test_schedule_after_schedule_reads_the_newest_row_of_every_key(
         patch.setattr(compaction_plan, "MOST_RETAINED", most)
         world.run(store, 3)
         for one in schedules:
+            if store.commit.cursor.sample:
+                with pytest.raises(ValueError, match=r"stands inside pass \d+: train to the end of a pass before rows"):
+                    load_rows(store, [])
+            else:
+                overlaid = store.commit.schedule_digest
+                for keys in one.imports:
+                    commit = world.lay_over(store, {table.name: keys for table in world.tables[:2]})
+                    assert commit.overlaid == overlaid
+                    check_overlaid(store, world, commit)
             world.num_passes, world.keys_per_pass = one.passes, one.keys
             before = live_bytes(store)
             with sliced(slice_bytes):
-                commit = world.follow(store, world.draw(one.draw), start=(one.first, one.sample))
-            assert commit.cursor == (one.first, one.sample)
+                start = one.first, one.sample
+                commit = world.follow(store, world.draw(one.draw), start=start, retain_segments=one.retain)
+            assert (commit.cursor, commit.overlaid) == (start, "")
             assert store.segments[-1].pass_index == -1 - one.first
-            assert len(commit.retained_ids) <= most
+            assert len(commit.retained_ids) <= most * one.retain
             check_halves(store)
             if most == 256:
                 check_moved(store, before)
             check(store, world)
+            for use in range(one.first, one.first + one.passes):
+                assert world.loaded(store, use) == {
+                    key: world.rows[key] for key, wait in world.uses.items() if wait == use
+                }
             world.check_changes(store, commit.id - 1)
             if one.sample:
                 commit_within(store, world, sample=one.sample + 2)
@@ -168,6 +202,8 @@ def test_schedule_after_schedule_reads_the_newest_row_of_every_key(
                 commit_within(store, world, sample=one.sample + 4)
         assert rows_of(store) == world.rows
         check_scans(store, world, memory_bytes=900, chunk_rows=7)
+        for memory_bytes in (500, 1 << 20):
+            check_slices(store, world, 1 + seed % 9, memory_bytes=memory_bytes, chunk_rows=7)
 
 
 def commit_within(store: Store, world: World, *, sample: int) -> None:
@@ -210,26 +246,13 @@ def test_a_row_that_is_trained_is_newer_than_the_one_it_left_behind(home: Home) 
         assert found["stale_rows"] == len(stale) - len(set(stale)) == 3
         assert found["stale_bytes"] == 3 * world.tables[0].row_bytes
         assert [segment["id"] for segment in found["segments"] if segment["retained"]] == retained
+    for one in differences(store, store):
+        rows = sum(name == one.table for name, _ in world.rows)
+        assert (one.same, one.only_first, one.only_second, one.different) == (rows, 0, 0, 0)
     store.compact()
     assert not store.commit.retained_ids
     assert [segment.rows for segment in store.segments] == [len(world.rows)]
     assert rows_of(store) == world.rows
-
-
-def test_a_retained_store_equals_the_same_rows_compacted(tmp_path: Path) -> None:
-    found = []
-    for name in ("retained", "compacted"):
-        (tmp_path / name).mkdir()
-        store, world = retained_store(Home("lmdb", tmp_path / name))
-        world.run(store, 1)
-        if name == "compacted":
-            store.compact()
-        found.append(store)
-    for one in differences(*found):
-        assert (one.only_first, one.only_second, one.different) == (0, 0, 0)
-        assert one.same == sum(name == one.table for name, _ in world.rows)
-    for store in found:
-        store.close()
 
 
 def listing(name: str, add: int) -> Change:

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.store.big import BIG, dump, publish
-from tests.store.conftest import needed_bytes, small_tables, stored_bytes
+from tests.store.conftest import Home, needed_bytes, small_tables, stored_bytes
 from tests.store.rewritten import rewritten
 from tests.store.world import World
 from tiercache.store import CommitMissingError, CorruptStoreError, MemoryEngine, Store, forget, verify
@@ -41,22 +41,23 @@ def test_the_newest_commits_are_kept_and_older_ones_are_freed(tmp_path: Path) ->
     assert verify(tmp_path / "s.tc")["problems"] == []
 
 
-def test_retention_is_kept_until_another_is_asked_for(tmp_path: Path) -> None:
-    """A smaller one frees the rest."""
-    world, alone, path = World(small_tables()), World(small_tables()), tmp_path / "s.tc"
-    with Store.open(path, tables=world.tables, retention=2) as store:
-        world.run(store, 3)
-    with Store.open(path) as store:
-        world.run(store, 2)
-        assert [commit.id for commit in store.commits] == [3, 4]
-    with Store.open(path, retention=1) as store:
-        assert [commit.id for commit in store.commits] == [3, 4]
-        world.run(store, 1)
-        assert [commit.id for commit in store.commits] == [5]
-        assert stored_bytes(store) == needed_bytes(store)
-        with Store.open(None, tables=alone.tables, engine=MemoryEngine()) as other:
-            alone.run(other, 6)
-            assert stored_bytes(store, "segments/") == stored_bytes(other, "segments/")
+def test_retention_is_kept_until_another_is_asked_for(home: Home) -> None:
+    """By any commit, such as that of a pin; a smaller one frees the rest."""
+    world, alone = World(small_tables()), World(small_tables())
+    world.run(home.open(world.tables, retention=2), 3)
+    home.open(retention=3).pin("best", 1)
+    store = home.open()
+    assert store.retention == 3
+    world.run(store, 3)
+    assert [commit.id for commit in store.commits] == [1, 4, 5, 6]
+    store = home.open(retention=1)
+    assert [commit.id for commit in store.commits] == [1, 4, 5, 6]
+    store.unpin("best")
+    assert [commit.id for commit in store.commits] == [7]
+    assert stored_bytes(store) == needed_bytes(store)
+    with Store.open(None, tables=alone.tables, engine=MemoryEngine()) as other:
+        alone.run(other, 6)
+        assert stored_bytes(store, "segments/") == stored_bytes(other, "segments/")
 
 
 def test_rolling_back_to_a_commit_that_is_gone_is_refused(tmp_path: Path) -> None:

@@ -11,21 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.store.conftest import small_tables
 from tests.store.failing import FailingEngine
 from tests.store.world import World, WorldUses
 from tiercache.store import NEVER, MemoryEngine, Store, Table, Zeros, compaction_plan, external_sort, rewrite, verify
-from tiercache.store.bits import hash_keys
 from tiercache.store.bulk_load import load_rows
 from tiercache.store.files import ScratchFile
 from tiercache.store.optimizer import SGD
-from tiercache.store.row_codec import initial_rows, row_words
+from tiercache.store.row_codec import row_words
 from tiercache.store.store_errors import StoreError, StoreFullError
-from tiercache.store.table import Group
 from tiercache.store.verification import Verification
 
 WIDE = Table(name="wide", dim=16, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
@@ -56,56 +52,6 @@ def changed_rows(store: Store, since: int) -> dict[tuple[str, int], bytes]:
                 assert (table.name, key) not in found
                 found[table.name, key] = words[i].tobytes()
     return found
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    seed=st.integers(0, 30),
-    passes=st.integers(1, 5),
-    uses=st.dictionaries(st.tuples(st.integers(0, 3), st.integers(-12, 12)), st.integers(0, 4), max_size=40),
-    slice_keys=st.integers(1, 9),
-    retention=st.integers(1, 2),
-    slice_bytes=st.sampled_from([None, 50, 900]),
-)
-def test_every_row_stands_once_in_the_range_of_its_first_use(
-    seed: int, passes: int, uses: dict[tuple[int, int], int], slice_keys: int, retention: int, slice_bytes: int | None
-) -> None:
-    """Stored rows keep their bits, new keys get their initial row, and all others are never used.
-
-    Nothing is retained. Small rows become one segment; in several, the order (table, hash) of the rows of
-    a first use continues from segment to segment.
-    """
-    world = World(small_tables(), seed=seed, keys_per_pass=8, universe=16)
-    with Store.open(None, tables=world.tables, engine=MemoryEngine(), retention=retention) as store:
-        world.run(store, passes)
-        state = store.state()
-        names = [table.name for table in store.tables]
-        wanted = {(names[t % len(names)], key): use for (t, key), use in uses.items()}
-        expected = dict(world.rows)
-        for name, key in wanted.keys() - world.rows.keys():
-            table = next(table for table in store.tables if table.name == name)
-            first = initial_rows(table, np.array([key]))
-            expected[name, key] = b"".join(values[0].tobytes() for values in first)
-        uses = WorldUses(store.tables, wanted, slice_keys=slice_keys)
-        with sliced(slice_bytes):
-            commit = store.rewrite(uses, schedule_digest="new", retain_segments=False)
-        assert (commit.cursor, commit.schedule_digest, store.state()) == ((0, 0), "new", state)
-        assert rows_of(store) == expected
-        assert len(store.segments) == 1 or slice_bytes
-        assert slice_bytes != 50 or len(store.segments) > 1 or not wanted or len(expected) < 3
-        for group in store.groups:
-            of_group = {table.name for table in group.tables}
-            for use in {*wanted.values(), NEVER}:
-                found: list[tuple[str, int]] = []
-                for segment in store.segments:
-                    found += World.load_range(world, store, segment, group, use)
-                mine = [key for key in expected if key[0] in of_group and wanted.get(key, NEVER) == use]
-                assert found == sorted(mine, key=partial(place_of, group))
-
-
-def place_of(group: Group, key: tuple[str, int]) -> tuple[int, int]:
-    place = group.place(key[0])
-    return place, int(hash_keys(np.array([key[1]]), group.tables[place].table_id)[0])
 
 
 def test_a_compacted_store_has_one_range_for_each_table_in_hash_order(tmp_path: Path) -> None:

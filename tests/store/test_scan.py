@@ -42,6 +42,21 @@ def check(store: Store, world: World, **options: Any) -> None:
         assert store.live_rows(table.name) == len(expected)
 
 
+def check_slices(store: Store, world: World, count: int, **options: Any) -> None:
+    """Assert that scans of slices of hashes, one after another, give the rows of the whole, without stale ones."""
+    for table in store.tables:
+        found: list[int] = []
+        for hashes in hash_slices(count):
+            for keys, fields in scan_segments(
+                store.reader, store.snapshot, store.segments, table.name, hashes=hashes, as_words=True, **options
+            ):
+                assert all(hashes[0] <= one < hashes[1] for one in hash_keys(keys, table.table_id).tolist())
+                found += keys.tolist()
+                rows = np.concatenate(fields, axis=1)
+                assert [row.tobytes() for row in rows] == [world.rows[table.name, key] for key in keys.tolist()]
+        assert found == [key for keys, _ in store.scan(table.name, **options) for key in keys.tolist()]
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 99),
@@ -50,6 +65,7 @@ def check(store: Store, world: World, **options: Any) -> None:
     layout=st.tuples(st.integers(1, 7), st.integers(1, 20)),
     within=st.booleans(),
     chunk_rows=st.integers(1, 60),
+    slices=st.integers(1, 9),
     memory_bytes=st.sampled_from([1, 500, 2_000, 6_000, 20_000, 1 << 20]),
 )
 def test_a_scan_gives_every_live_row_once_in_hash_order(
@@ -59,6 +75,7 @@ def test_a_scan_gives_every_live_row_once_in_hash_order(
     layout: tuple[int, int],
     within: bool,
     chunk_rows: int,
+    slices: int,
     memory_bytes: int,
 ) -> None:
     """At and inside passes."""
@@ -71,6 +88,7 @@ def test_a_scan_gives_every_live_row_once_in_hash_order(
             world.append(store, within=True)
             world.publish(store, sample=1)
         check(store, world, chunk_rows=chunk_rows, memory_bytes=memory_bytes)
+        check_slices(store, world, slices, chunk_rows=chunk_rows, memory_bytes=memory_bytes)
 
 
 def test_rows_that_no_commit_names_are_not_scanned(home: Home, tables: list[Table]) -> None:
@@ -128,33 +146,3 @@ def test_memory_is_bounded_and_pages_are_read_once(tmp_path: Path, num_ranges: i
         assert store.counters.key_bytes_read - before[1] <= stored // 4 + 8 * count
         sorted_rows = count if num_ranges == 300 else 0
         assert store.counters.spill_bytes_written == sorted_rows * (BIG.row_bytes + 8)
-
-
-@settings(max_examples=12, deadline=None)
-@given(
-    seed=st.integers(0, 99),
-    count=st.integers(1, 9),
-    memory_bytes=st.sampled_from([500, 1 << 20]),
-    retained=st.booleans(),
-)
-def test_slices_of_hashes_have_the_rows_of_the_whole(seed: int, count: int, memory_bytes: int, retained: bool) -> None:
-    world = World(small_tables(), seed=seed, keys_per_pass=20)
-    with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
-        world.run(store, 4)
-        if retained:
-            world.keys_per_pass = 5
-            world.follow(store, world.draw(seed + 1))
-            world.run(store, 1)
-        for table in store.tables:
-            options: Any = {"memory_bytes": memory_bytes, "chunk_rows": 7}
-            whole = [key for keys, _ in store.scan(table.name, **options) for key in keys.tolist()]
-            found: list[int] = []
-            for hashes in hash_slices(count):
-                for keys, fields in scan_segments(
-                    store.reader, store.snapshot, store.segments, table.name, hashes=hashes, as_words=True, **options
-                ):
-                    assert all(hashes[0] <= one < hashes[1] for one in hash_keys(keys, table.table_id).tolist())
-                    found += keys.tolist()
-                    rows = np.concatenate(fields, axis=1)
-                    assert [row.tobytes() for row in rows] == [world.rows[table.name, key] for key in keys.tolist()]
-            assert found == whole

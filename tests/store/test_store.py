@@ -95,15 +95,11 @@ def test_append_refuses_blocks_that_are_not_what_was_announced(home: Home, table
     world.train()
     laid = [world.layout(group, within=False) for group in store.groups]
     layouts = [layout for layout, _ in laid]
-
-    def blocks() -> list[Any]:
-        return [
-            (g, b, data.copy(), keys.copy())
-            for (layout, names), group in zip(laid, store.groups, strict=True)
-            for g, b, data, keys in world.blocks(layout, names, group)
-        ]
-
-    whole = blocks()
+    whole: list[Any] = [
+        (g, b, data.copy(), keys.copy())
+        for (layout, names), group in zip(laid, store.groups, strict=True)
+        for g, b, data, keys in world.blocks(layout, names, group)
+    ]
     (g, b, data, keys), rest = whole[0], whole[1:]
     bad = {
         "too few": whole[1:],

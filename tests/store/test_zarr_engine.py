@@ -3,7 +3,6 @@
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from tests.store.blobs import (
     drop_all,
     drop_fronts,
     layout_of,
-    parts_of,
     plain,
     publish,
     put,
@@ -314,24 +312,6 @@ def test_an_opening_for_writing_finds_what_a_crash_left(tmp_path: Path) -> None:
     assert objects(tmp_path) == before | dict.fromkeys(others, b"left")
     assert {path.name for path in (tmp_path / "segments").iterdir()} == {"0.1", "zarr.json"}
     assert {path.name for path in (tmp_path / "segments/0.1").iterdir()} == {"0", "meta", "zarr.json"}
-
-
-@pytest.mark.parametrize("place", ["disk", "elsewhere"])
-def test_a_put_that_fails_leaves_no_object(tmp_path: Path, place: str) -> None:
-    store: Any = tmp_path if place == "disk" else MemoryStore()
-    engine = ZarrEngine(store, create=True)
-    kept = publish(engine, 0)
-    contents = segment(layout_of([9, 12], block_rows=6))
-    before = engine._objects.sizes(["segments", "states", "commits"])
-
-    def failing() -> Iterator[Any]:
-        yield from parts_of(contents)
-        raise OSError("the source broke")
-
-    with pytest.raises(OSError, match="the source broke"):
-        engine.put([one.blob for one in contents], failing())
-    assert engine._objects.sizes(["segments", "states", "commits"]) == before
-    check(engine, put(engine, contents) + kept)
 
 
 # -- memory --------------------------------------------------------------------------------------------------

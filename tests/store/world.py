@@ -27,8 +27,9 @@ Int64s = NDArray[np.int64]
 class World:
     """Passes of keys for tables; ``rows`` has each key's row, ``uses`` the next use with which it was stored.
 
-    ``pass_index`` is the next pass, ``state`` the dense state of the newest commit. Rows are functions of
-    schedule, pass, table and key. ``changed`` is the commit that last changed each row, except rows
+    ``pass_index`` is the next pass; ``scheduled`` is True if rows wait for passes; ``state`` is the dense state of the
+    newest commit, ``cursor`` its position, and ``digest`` that of its schedule. Rows are functions of schedule, pass,
+    table and key. ``changed`` is the commit that last changed each row, except rows
     ``trained`` since, which the next commit will change.
     """
 
@@ -45,6 +46,9 @@ class World:
     uses: dict[Key, int] = field(default_factory=dict)
     changed: dict[Key, int] = field(default_factory=dict)
     trained: set[Key] = field(default_factory=set)
+    scheduled: bool = True
+    cursor: Cursor | None = None
+    digest: str = ""
     state: bytes = b""
 
     def __post_init__(self) -> None:
@@ -132,8 +136,8 @@ class World:
 
     def compact(self, store: Store) -> None:
         """Compact; from now on no row has a next use, and only ``follow`` can continue."""
-        store.compact()
-        self.uses = dict.fromkeys(self.rows, NEVER)
+        self._note(store.compact())
+        self.uses, self.scheduled = dict.fromkeys(self.rows, NEVER), False
 
     def follow(
         self,
@@ -142,6 +146,7 @@ class World:
         progress: Callable[[str, int], None] | None = None,
         *,
         start: tuple[int, int] | None = None,
+        retain_segments: bool = True,
     ) -> Commit:
         """Enter a schedule of other passes: rows wait for the first of them, and new keys have a row."""
         self.passes, self.num_passes, self.pass_index = passes, len(passes), 0 if start is None else start[0]
@@ -154,9 +159,10 @@ class World:
         self.uses = {key: first_uses.get(key, NEVER) for key in self.rows}
         commit = store.rewrite(
             WorldUses(self.tables, first_uses), schedule_digest=f"schedule {self.schedule}", progress=progress,
-            start=None if start is None else Cursor(*start),
+            start=None if start is None else Cursor(*start), retain_segments=retain_segments,
         )  # fmt: skip
         self._note(commit)
+        self.scheduled = True
         return commit
 
     def lay_over(self, store: Store, keys: dict[str, list[int]]) -> Commit:
@@ -170,7 +176,7 @@ class World:
                 chunks.append((table.name, (np.array(mine, np.int64), fields)))
         commit = load_rows(store, chunks)
         self._note(commit)
-        self.uses = dict.fromkeys(self.rows, NEVER)
+        self.uses, self.scheduled = dict.fromkeys(self.rows, NEVER), False
         return commit
 
     def _set(self, table: Table, keys: Sequence[int], fields: Sequence[NDArray[np.float32]]) -> None:
@@ -200,6 +206,7 @@ class World:
 
     def _note(self, commit: Commit) -> None:
         """Record that ``commit`` has the trained rows."""
+        self.cursor, self.digest = commit.cursor, commit.schedule_digest
         self.changed |= dict.fromkeys(self.trained, commit.id)
         self.trained = set()
 
@@ -236,16 +243,16 @@ class World:
     def check_load(self, store: Store, pass_index: int) -> None:
         """Assert that the ranges with next use ``pass_index`` hold exactly the rows that it needs and that exist."""
         expected = {key: self.rows[key] for key in self.keys(pass_index) if key in self.rows}
-        assert self._loaded(store, pass_index) == expected
+        assert self.loaded(store, pass_index) == expected
 
     def check_within(self, store: Store) -> None:
         """Assert that, after a commit inside the present pass, its key set loads with its current rows."""
-        assert self._loaded(store, self.pass_index) == {key: self.rows[key] for key in self.keys(self.pass_index)}
+        assert self.loaded(store, self.pass_index) == {key: self.rows[key] for key in self.keys(self.pass_index)}
         for name, keys in self.passes[self.pass_index % self.num_passes].items():
             ids, _ = store.locate(name, keys, after=self.pass_index - 1)
             assert set(ids.tolist()) == {store.segments[-1].id}
 
-    def _loaded(self, store: Store, pass_index: int) -> dict[Key, bytes]:
+    def loaded(self, store: Store, pass_index: int) -> dict[Key, bytes]:
         """Read the live ranges of the schedule with next use ``pass_index``."""
         loaded: dict[Key, bytes] = {}
         for segment in scheduled(store):
