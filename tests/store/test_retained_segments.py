@@ -184,7 +184,7 @@ def test_schedule_after_schedule_reads_the_newest_row_of_every_key(
             assert store.segments[-1].pass_index == -1 - one.first
             assert len(commit.retained_ids) <= most * one.retain
             check_halves(store)
-            if most == 256:
+            if most == 256 and one.retain:
                 check_moved(store, before)
             check(store, world)
             for use in range(one.first, one.first + one.passes):
