@@ -161,13 +161,18 @@ def test_a_store_is_not_used_across_a_fork(tmp_path: Path) -> None:
 def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
     """Such as a loader's worker that outlives training."""
     store = Store.open(tmp_path, tables=[one()])
+    ready, told = os.pipe()
     pid = os.fork()
     if pid == 0:  # pragma: no cover - in the child
+        os.write(told, b"x")
         signal.pause()
-    store.close()
-    Store.open(tmp_path).close()
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    try:
+        os.read(ready, 1)
+        store.close()
+        Store.open(tmp_path).close()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 @pytest.mark.parametrize("left", [["writer.lock"], ["writer.lock", "data.mdb"], ["writer.lock", "store.json.new"]])

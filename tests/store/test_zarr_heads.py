@@ -23,7 +23,6 @@ from tests.store.blobs import (
 )
 from tests.store.test_zarr_engine import DAMAGES, made, objects, spoil
 from tiercache.store.engines import zarr_chunks, zarr_engine, zarr_objects
-from tiercache.store.engines.engine import Head, HeadRecord
 from tiercache.store.engines.zarr_engine import ZarrEngine
 from tiercache.store.records import encode
 from tiercache.store.store_errors import CorruptStoreError, StoreError, StoreFullError
@@ -249,18 +248,33 @@ def test_a_reader_returns_the_newest_head_whatever_a_writer_does_meanwhile(
     reader.close()
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, "flipped"])
-def test_a_damaged_head_is_refused(tmp_path: Path, damage: str) -> None:
+UNWRITTEN: list[dict[str, object]] = [
+    {},
+    {"number": 2, "before": ""},
+    {"number": 1, "before": "x"},
+    {"number": 1, "before": "", "name": "commits/1"},
+    {"number": 1, "before": "", "name": "commits/1", "size": -1, "digest": "0" * 64},
+    {"number": 1, "before": "", "name": "commits/1", "size": 1, "digest": "0" * 63},
+    {"number": True, "before": ""},
+]
+"""Heads that no writer wrote, with correct checksums."""
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "flipped", *UNWRITTEN], ids=str)
+def test_a_damaged_head_is_refused(tmp_path: Path, damage: str | dict[str, object]) -> None:
     """An older commit does not replace it, a store without a head is no new one, and nothing is deleted."""
     made(tmp_path, *segment(layout_of([10]), 1))
-    head = tmp_path / "heads/1"
+    head, words = tmp_path / "heads/1", "restore the store from a copy|fix that"
     data = head.read_bytes()
-    if damage == "flipped":
+    if isinstance(damage, dict):
+        words = r"head 1 of .* cannot be read .*: restore the store from a copy"
+        head.write_bytes(encode("head", damage, {}))
+    elif damage == "flipped":
         flip(head, len(data) // 2)
     else:
+        words = "the head of .* is missing: restore" if damage == "missing" else words
         spoil(head, damage)
     before = objects(tmp_path)
-    words = "the head of .* is missing: restore" if damage == "missing" else "restore the store from a copy|fix that"
     for options in ({"create": False}, {"create": True}, {"create": False, "readonly": True}):
         with pytest.raises(CorruptStoreError, match=words):
             ZarrEngine(tmp_path, **options)
@@ -269,31 +283,4 @@ def test_a_damaged_head_is_refused(tmp_path: Path, damage: str) -> None:
         head.rmdir()
     head.unlink(missing_ok=True)
     head.write_bytes(data)
-    engine = ZarrEngine(tmp_path, create=False)
-    assert engine.newest() == head_of(0)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {},
-        {"number": 2, "before": ""},
-        {"number": 1, "before": "x"},
-        {"number": 1, "before": "", "name": "commits/1"},
-        {"number": 1, "before": "", "name": "commits/1", "size": -1, "digest": "0" * 64},
-        {"number": 1, "before": "", "name": "commits/1", "size": 1, "digest": "0" * 63},
-        {"number": True, "before": ""},
-    ],
-)
-def test_a_head_that_no_writer_wrote_is_refused(tmp_path: Path, values: dict[str, object]) -> None:
-    made(tmp_path)
-    (tmp_path / "heads/1").write_bytes(encode("head", values, {}))
-    with pytest.raises(CorruptStoreError, match=r"head 1 of .* cannot be read .*: restore the store from a copy"):
-        ZarrEngine(tmp_path, create=False, readonly=True)
-
-
-def test_a_head_comes_back() -> None:
-    for head in (None, Head("commits/3-2", 77, "ab" * 32)):
-        for writer in ("", "me"):
-            one = HeadRecord(5, head, "cd" * 32, writer=writer)
-            assert HeadRecord.from_bytes(one.to_bytes(), "it") == one
+    assert ZarrEngine(tmp_path, create=False).newest() == head_of(0)
