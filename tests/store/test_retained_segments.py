@@ -127,7 +127,7 @@ class Schedule(NamedTuple):
     """True if the next schedule is entered inside a pass."""
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 99),
     schedules=st.lists(
@@ -166,7 +166,8 @@ def test_schedule_after_schedule_reads_the_newest_row_of_every_key(
         patch.setattr(compaction_plan, "MOST_RETAINED", most)
         world.run(store, 3)
         for one in schedules:
-            if store.commit.cursor.sample:
+            inside = store.commit.cursor.sample > 0
+            if inside:
                 with pytest.raises(ValueError, match=r"stands inside pass \d+: train to the end of a pass before rows"):
                     load_rows(store, [])
             else:
@@ -184,7 +185,7 @@ def test_schedule_after_schedule_reads_the_newest_row_of_every_key(
             assert store.segments[-1].pass_index == -1 - one.first
             assert len(commit.retained_ids) <= most * one.retain
             check_halves(store)
-            if most == 256 and one.retain:
+            if most == 256 and one.retain and not inside:
                 check_moved(store, before)
             check(store, world)
             for use in range(one.first, one.first + one.passes):
