@@ -29,7 +29,8 @@ from tiercache.store.store_errors import (
 
 
 def one(name: str = "t", **changes: Any) -> Table:
-    return Table(**{"name": name, "dim": 2, "optimizer": SGD(learning_rate=0.1), "initializer": Zeros()} | changes)
+    values: dict[str, Any] = {"name": name, "dim": 2, "optimizer": SGD(learning_rate=0.1), "initializer": Zeros()}
+    return Table(**values | changes)
 
 
 def test_a_missing_store_is_an_error_without_tables_and_for_reading(tmp_path: Path) -> None:

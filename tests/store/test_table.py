@@ -12,7 +12,8 @@ from tiercache.store.table import Table, group_tables
 
 
 def table(**changes: Any) -> Table:
-    return Table(**{"name": "t", "dim": 4, "optimizer": SGD(learning_rate=0.1), "initializer": Zeros()} | changes)
+    values: dict[str, Any] = {"name": "t", "dim": 4, "optimizer": SGD(learning_rate=0.1), "initializer": Zeros()}
+    return Table(**values | changes)
 
 
 def copied(made: Table) -> Table:
