@@ -1,7 +1,5 @@
 """Code in separate processes, which import the same modules as these tests."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

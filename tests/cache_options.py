@@ -1,7 +1,5 @@
 """Arguments of caches, for tests that pass all of them on."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -35,8 +35,7 @@ from tests.dist.pool import RanksPool
 from tests.sampled import leave_to_long
 
 _MEMORY = Path("/dev/shm")
-_MEMORY_BYTES = 1 << 30
-"""More than concurrent tests have in files."""
+_MEMORY_BYTES = 1 << 30  # more than concurrent tests have in files
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 _FOLDERS = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -54,7 +53,6 @@ settings.load_profile("untimed")
 
 @pytest.hookimpl(tryfirst=True)  # before the long ones are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave cases of sampled tests to `make test-long`."""
     leave_to_long(items)
 
 
@@ -66,7 +64,6 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A folder for the test."""
     if request.node.get_closest_marker("disk") is None:
         yield tmp_path
         return
@@ -76,7 +73,6 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
@@ -88,6 +84,5 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def ranks_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RanksPool]:
-    """Four Gloo ranks."""
     with RanksPool(tmp_path_factory.mktemp("ranks")) as pool:
         yield pool

@@ -6,8 +6,6 @@ python -m tests.gpu [--part kernels|training|recovery|memcheck|racecheck] [pytes
 kernel for all architectures (where CuPy and NVRTC are installed) and runs kernels and training through the shim.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -44,8 +42,7 @@ CPU_ALONE = {
     "plain_keys": "forms of keys of the host, with models on the CPU",
     "large_lookups": "the order in which the CPU's kernels read rows",
     "gpu_streams": "stand-ins for torch and CuPy",
-    "host_memory": "what the system gives and moves, with a stand-in for the GPU's locks",
-    "pinned_once": "what is pinned and when, with a stand-in for the GPU's locks",
+    "host_memory": "what the system gives and moves, and what is pinned, with a stand-in for the GPU's locks",
     "switch": "the order in which threads do their work, on any device",
     "damaged_passes": "what reads files, before a device has a part in it",
     "batch_parts": "orders and arrays of the host",
@@ -93,19 +90,16 @@ PARTS = ("kernels", "training", "recovery", *SANITIZERS)
 
 
 def say(words: str) -> None:
-    """Print a line between the reports of pytest."""
     print(f"test-gpu: {words}", flush=True)  # noqa: T201 - a command
 
 
 def run(command: list[str], **variables: str) -> int:
-    """Run a command from the root of the checkout."""
     say(" ".join([*(f"{name}={value}" for name, value in variables.items()), *command]))
     ended = subprocess.run(command, cwd=ROOT, check=False, env={**os.environ, **variables}).returncode
     return abs(ended)  # a signal is negative
 
 
 def pytest(*arguments: str) -> list[str]:
-    """Return the pytest command for some tests."""
     return [sys.executable, "-m", "pytest", "-m", "not long", *arguments, *sys.argv[1:]]
 
 
@@ -115,7 +109,6 @@ def without(*names: str) -> tuple[str, str]:
 
 
 def sanitize(kind: str, **variables: str) -> int:
-    """Check the kernels for bad addresses, or races."""
     tool = shutil.which("compute-sanitizer") or shutil.which(TOOLKIT)
     if tool is None:
         say(
@@ -129,7 +122,6 @@ def sanitize(kind: str, **variables: str) -> int:
 
 
 def main() -> int:
-    """Return the worst exit code; ``--part`` selects a part, other arguments go to pytest."""
     parts = PARTS
     if "--part" in sys.argv:
         at = sys.argv.index("--part")

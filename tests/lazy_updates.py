@@ -5,8 +5,6 @@ batches with torch's dense optimizer, which moves every row in every step, and w
 of the batch. The loss is on held-out clicks.
 """
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 
@@ -32,7 +30,6 @@ START = tc.init.Uniform(low=-0.1, high=0.1)
 
 
 def clicks() -> dict[str, np.ndarray]:
-    """Return users, items and clicks."""
     rng, num = np.random.default_rng(0), SAMPLES + TEST
     user, item = ((rows * rng.random(num) ** 4).astype(np.int64) for rows in ROWS.values())
     hidden = [rng.standard_normal((rows, DIM)) for rows in ROWS.values()]
@@ -42,18 +39,15 @@ def clicks() -> dict[str, np.ndarray]:
 
 
 def loss(users: torch.Tensor, items: torch.Tensor, clicked: torch.Tensor) -> torch.Tensor:
-    """Return the loss of the products of vectors."""
     return nn.functional.binary_cross_entropy_with_logits((users * items).sum(dim=1), clicked)
 
 
 def untrained_loss(tables: dict[str, torch.Tensor]) -> float:
-    """Return the loss of vectors (rows, DIM) on the held-out clicks."""
     user, item, clicked = (torch.from_numpy(values[SAMPLES:]) for values in clicks().values())
     return float(loss(tables["user"][user], tables["item"][item], clicked).detach())
 
 
 def losses(rule: str) -> tuple[float, float]:
-    """Return the test losses of dense and of lazy updates, which begin with the same rows."""
     make, optimizer = RULES[rule]
     train = {name: values[:SAMPLES] for name, values in clicks().items()}
     schema = tc.Schema(
@@ -85,7 +79,6 @@ def vectors_of(cache: tc.InMemoryCache) -> dict[str, torch.Tensor]:
 
 
 def step_dense(make: Any, tables: dict[str, torch.Tensor], train: dict[str, np.ndarray]) -> None:
-    """Train tables with an optimizer of torch that steps all rows."""
     optimizer = make([one.requires_grad_() for one in tables.values()])
     user, item, clicked = (torch.from_numpy(values) for values in train.values())
     for _ in range(EPOCHS):

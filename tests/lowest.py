@@ -1,7 +1,5 @@
 """The lowest version of every requirement of the package, as constraints for pip: python -m tests.lowest."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 
@@ -20,7 +18,6 @@ def lowest(requirement: Requirement) -> str:
 
 
 def constraints() -> list[str]:
-    """Return a constraint for each requirement in pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [lowest(Requirement(one)) for one in project["dependencies"]]
 

@@ -1,20 +1,14 @@
 """The peak memory of a process that is not backed by files."""
 
-from __future__ import annotations
-
 import multiprocessing
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def anonymous_bytes() -> int:
-    """Return this process's anonymous memory."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) << 10
@@ -34,11 +28,9 @@ class Peak(threading.Thread):
 
     @property
     def taken(self) -> int:
-        """The peak of additional memory."""
         return self._most - self._before
 
     def run(self) -> None:
-        """Watch."""
         while True:
             self._most = max(self._most, anonymous_bytes())
             time.sleep(0.005)

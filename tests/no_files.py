@@ -1,16 +1,11 @@
 """Objects other than files in place of a small file."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+from pathlib import Path
 
 
 def a_socket(path: Path) -> None:
@@ -37,8 +32,6 @@ NO_FILES: dict[str, Callable[[Path], object]] = {
 
 @contextmanager
 def at_once(seconds: int = 30) -> Iterator[None]:
-    """Fail if a call hangs."""
-
     def waited(*_: object) -> None:
         raise AssertionError("it waits without end")
 

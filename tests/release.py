@@ -4,8 +4,6 @@ python -m tests.release [--publish] [--out DIR]. With ``--publish``, as in the w
 the project's URLs and a version that is not that of the tag are errors too. The archives stay in ``--out`` (dist/).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -67,7 +65,6 @@ def run(*command: str, **options: object) -> str:
 
 
 def outside() -> dict[str, str]:
-    """Return the environment without a path that may name a checkout."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
@@ -91,7 +88,6 @@ def copy_sources(target: Path) -> Path:
 
 
 def unpack(sdist: Path, folder: Path) -> Path:
-    """Unpack a source archive and return the folder of its sources."""
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
     (found,) = folder.iterdir()
@@ -124,7 +120,6 @@ def check_installed(archive: Path, folder: Path) -> None:
 
 
 def main() -> int:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description="Build both archives, and install, run and test them.")
     parser.add_argument("--publish", action="store_true", help="refuse placeholders, and another tag than the version")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the archives stay")

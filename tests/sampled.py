@@ -4,15 +4,11 @@
 cases before them used least, so that three cases of two engines and three sizes have each engine and each size.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 
 def sample(cases: Sequence[Mapping[str, str]], number: int) -> list[int]:
@@ -28,7 +24,6 @@ def sample(cases: Sequence[Mapping[str, str]], number: int) -> list[int]:
 
 
 def leave_to_long(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases of sampled tests that `make test` leaves out as long."""
     tests: dict[tuple[object, str], list[Any]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") is not None and item.get_closest_marker("long") is None:

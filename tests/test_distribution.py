@@ -1,10 +1,6 @@
 """The name of the distribution: one constant in every hint; and another project with the name of our package."""
 
-from __future__ import annotations
-
 import re
-import subprocess
-import sys
 import tomllib
 import warnings
 from pathlib import Path
@@ -12,6 +8,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.apart import ran
 from tests.lowest import lowest
 from tiercache.distribution import DISTRIBUTION, install_command, warn_of_foreign_files
 
@@ -28,7 +25,6 @@ SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".cff", ".ipynb", ".txt", ""
 
 
 def texts() -> list[Path]:
-    """Return all texts of the project."""
     found = [path for path in ROOT.rglob("*") if path.is_file() and path.suffix in SUFFIXES]
     hidden = [path for path in found if any(one.startswith(".") for one in path.relative_to(ROOT).parts[:-1])]
     built = {"build", "dist", "site", "scratch", "demo"}
@@ -37,7 +33,6 @@ def texts() -> list[Path]:
 
 
 def test_the_distribution_has_one_name() -> None:
-    """That of the constant."""
     assert PROJECT["name"] == DISTRIBUTION
     assert install_command("dask") == f"pip install '{DISTRIBUTION}[dask]'"
 
@@ -56,7 +51,6 @@ def test_no_text_says_to_install_the_other_project() -> None:
 
 
 def test_every_extra_that_is_named_exists() -> None:
-    """In errors, documents and reasons to skip a test."""
     extras = {*PROJECT["optional-dependencies"]}
     named = re.compile(rf"(?:{DISTRIBUTION}|['\"]\.)\[([\w,]+)\]['\"]|install_command\(['\"](\w+)")
     found = {one for path in texts() for hit in named.findall(path.read_text(errors="replace")) for one in hit if one}
@@ -78,19 +72,17 @@ def test_the_other_project_in_the_same_folder_is_named(tmp_path: Path, metadata:
 
 
 def test_importing_next_to_the_other_project_warns(tmp_path: Path) -> None:
-    """Once; the package works all the same."""
     (tmp_path / "tiercache").symlink_to(ROOT / "tiercache")
     (tmp_path / "tiercache-0.1.13.dist-info").mkdir()
     (tmp_path / "tiercache-0.1.13.dist-info" / "METADATA").write_text(FOREIGN)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import tiercache as tc; print(tc.__version__)"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    ended = ran(code)
     assert ended.stderr.count("RuntimeWarning") == 1
     assert "unrelated distribution" in ended.stderr
     assert ended.stdout.strip()
 
 
 def test_the_lowest_versions_are_the_lower_bounds() -> None:
-    """Of requirements with an upper bound too; without a lower one they cannot be tried."""
     assert lowest(Requirement("numba>=0.60,<0.69")) == "numba==0.60"
     assert lowest(Requirement("tbb>=2021.6; platform_machine == 'x86_64'")).startswith("tbb==2021.6 ; platform_machine")
     with pytest.raises(ValueError, match="numpy has no lower bound"):

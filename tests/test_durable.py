@@ -1,9 +1,8 @@
 """Every file of a finished dataset or export was synced after its last write, and its folder was synced."""
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,15 +12,11 @@ import pytest
 import tiercache as tc
 from tests.io.test_overlay import trained
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 Synced = set[tuple[int, int]]
 
 
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> Synced:
-    """Record what is synced: (inode, time of the last change)."""
     found: Synced = set()
 
     def recording(sync: Any) -> Any:
@@ -38,10 +33,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> Synced:
 
 
 def unsynced(synced: Synced, *paths: Path) -> list[str]:
-    """Return the files whose last change is not on disk, and the folders that were never synced.
-
-    A folder may lose temporary files after its last sync.
-    """
+    """Return files whose last change is not on disk, and folders never synced: they may lose temporary files later."""
     every, folders = [one for path in paths for one in (path, *path.rglob("*"))], {inode for inode, _ in synced}
     assert any(one.is_file() for one in every)
     changes = {one: (one.stat().st_ino, one.stat().st_mtime_ns) for one in every}
@@ -49,7 +41,6 @@ def unsynced(synced: Synced, *paths: Path) -> list[str]:
 
 
 def test_a_dataset(tmp_path: Path, synced: Synced) -> None:
-    """Of an extraction, one that continued from it, and key sets alone."""
     schema = tc.Schema(features=(tc.Feature(name="user"),), tables=(tc.Table(name="user"),), label=None, dense=())
     pq.write_table(pa.table({"user": np.arange(3000)}), tmp_path / "data.parquet")
     out = tmp_path / "out"

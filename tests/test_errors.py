@@ -1,13 +1,10 @@
 """The errors that users catch, in one module."""
 
-from __future__ import annotations
-
 from tiercache import errors
 from tiercache.kernels.cuda import cupy_device as cuda
 
 
 def test_every_error_has_its_line_in_the_tree() -> None:
-    """Errors of this package and its kernels; the store has a separate tree."""
     for name in errors.__all__:
         error = getattr(errors, name)
         assert issubclass(error, Exception)
@@ -16,6 +13,5 @@ def test_every_error_has_its_line_in_the_tree() -> None:
 
 
 def test_a_missing_gpu_can_be_told_from_one_that_cannot_be_used() -> None:
-    """By the name that errors and kernels have for it."""
     assert cuda.NoGpuError is errors.NoGpuError
     assert issubclass(errors.NoGpuError, errors.CudaError)

@@ -1,7 +1,5 @@
 """The examples run and keep their promises."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -27,27 +25,28 @@ needs_flights = pytest.mark.skipif(
 )
 
 
-def run_flights(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the quick demo as its users do, on one thread: the machine of the tests has other work."""
-    command = [sys.executable, "-m", "examples.flights", "--quick", "--folder", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
+def ran(*command: str, folder: Path = ROOT) -> str:
+    """Run Python as users do, on one thread, as the machine has other work; return what it printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    ended = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, check=False, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
 
 
 @needs_flights
 def test_the_quick_demo_ends_with_the_same_bits_and_a_figure(tmp_path: Path) -> None:
-    """Tiered, in memory, and killed and resumed: the same bits; files of an earlier run are replaced, others kept."""
     pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install --group examples")
     (tmp_path / "passes-timeline.png").write_text("of an earlier run")
     (tmp_path / "mine.txt").write_text("not of the demo")
 
-    ended = run_flights(tmp_path)
+    printed = ran("-m", "examples.flights", "--quick", "--folder", str(tmp_path))
 
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "tiered and in memory" in ended.stdout
-    assert "uninterrupted and killed" in ended.stdout
-    assert ended.stdout.count(": the same bits\n") == 2
-    assert "starts afresh" in ended.stdout
+    assert "tiered and in memory" in printed
+    assert "uninterrupted and killed" in printed
+    assert printed.count(": the same bits\n") == 2
+    assert "starts afresh" in printed
     assert (tmp_path / "passes-timeline.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} == {*MADE, "mine.txt"}
 
@@ -55,22 +54,18 @@ def test_the_quick_demo_ends_with_the_same_bits_and_a_figure(tmp_path: Path) -> 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("keys", ["exact", "hashed"])
 def test_an_ngram_memory_lowers_the_loss_of_a_language_model(tmp_path: Path, keys: str) -> None:
-    """In several passes, whose bytes are the planned ones."""
-    command = [sys.executable, "-m", "examples.ngram_memory", "--quick", "--keys", keys]
-    paths = ["--folder", str(tmp_path / "run"), "--json", str(tmp_path / "figures.json")]
-    ended = subprocess.run([*command, *paths], cwd=ROOT, check=False, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    paths = ("--folder", str(tmp_path / "run"), "--json", str(tmp_path / "figures.json"))
+    printed = ran("-m", "examples.ngram_memory", "--quick", "--keys", keys, *paths)
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["planned_equals_measured"]
     assert figures["passes"] > 1
     assert 0 < figures["keys_per_token"] < 8
     assert figures["loss"] < figures["plain_loss"] - 0.03
-    assert f"loss {figures['loss']:.3f} with the memory, {figures['plain_loss']:.3f} without" in ended.stdout
+    assert f"loss {figures['loss']:.3f} with the memory, {figures['plain_loss']:.3f} without" in printed
 
 
 @needs_flights
 def test_flights_are_cut_by_time_and_late_means_more_than_15_minutes(tmp_path: Path) -> None:
-    """Nine tenths of the flights, all of them before the others, are for training."""
     pq = pytest.importorskip("pyarrow.parquet")
 
     flights = flights_data.prepare(tmp_path)
@@ -119,36 +114,24 @@ def test_no_example_imports_another_or_a_private_module() -> None:
     assert not found
 
 
-def run_script(folder: Path, *command: str) -> str:
-    """Run a script of the examples from another folder, as a user who copied it; return what it printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, check=False, capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout + ended.stderr
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_script_of_a_user_learns_resumes_and_says_when_nothing_is_left(tmp_path: Path, ranks: int) -> None:
-    """On one process and on two; its own data are learned by heart."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     script = str(EXAMPLES / ("train_ddp.py" if ranks > 1 else "train.py"))
 
-    printed = run_script(tmp_path, *launch, script)
+    printed = ran(*launch, script, folder=tmp_path)
 
     losses = [float(one) for one in re.findall(r"epoch \d, pass \d+: loss (\d\.\d+)", printed)]
     assert losses[0] > 0.25
     assert losses[-1] < 0.15
     assert "nothing is left to train" not in printed
-    again = run_script(tmp_path, *launch, script)
+    again = ran(*launch, script, folder=tmp_path)
     assert "nothing is left to train" in again
     assert "loss" not in again
 
 
 def test_the_notebook_runs(tmp_path: Path) -> None:
-    """Cell by cell, in a kernel of its own; its outputs are not committed."""
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install --group test")
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed: pip install --group test")
     notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
@@ -181,10 +164,5 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     ],
 )
 def test_an_example_does_what_it_says(tmp_path: Path, example: str, says: str) -> None:
-    """In its small form; its exit code tells if it held."""
     pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install --group examples")
-    command = [sys.executable, "-m", *f"examples.{example}".split(), "--quick", "--folder", str(tmp_path / "made")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert re.search(says, ended.stdout)
+    assert re.search(says, ran("-m", f"examples.{example}", "--quick", "--folder", str(tmp_path / "made")))

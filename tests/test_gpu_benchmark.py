@@ -1,7 +1,5 @@
 """benchmarks.gpu runs its parts under limits and keeps each one's results; benchmarks.gpu_idle counts calls."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -22,20 +20,13 @@ pytestmark = pytest.mark.disk
 ROOT = Path(__file__).parents[1]
 WITHOUT = """
 import sys
-
-class Missing:
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] in ("lmdb", "zarr"):
-            raise ModuleNotFoundError(name, name=name)
-
-sys.meta_path.insert(0, Missing())
+sys.modules["lmdb"] = sys.modules["zarr"] = None
 from benchmarks.gpu import main
 sys.exit(main(sys.argv[1:]))
 """
 
 
 def run(*command: str) -> str:
-    """Run a command from the root and return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *command], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -44,13 +35,11 @@ def run(*command: str) -> str:
 
 
 def figures(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the results of each part."""
     return {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
 
 
 @pytest.mark.long
 def test_every_part_runs_without_a_gpu_and_writes_its_figures(tmp_path: Path) -> None:
-    """The dry form, of all parts."""
     run("-m", "benchmarks.gpu", str(tmp_path), "--dry")
     found = figures(tmp_path)
     assert {name: one["ended"] for name, one in found.items()} == dict.fromkeys(gpu.PARTS, "done")
@@ -80,7 +69,6 @@ def test_every_part_runs_without_a_gpu_and_writes_its_figures(tmp_path: Path) ->
 
 @pytest.mark.long
 def test_parts_that_need_no_store_run_without_lmdb_and_zarr(tmp_path: Path) -> None:
-    """A lent machine may lack both."""
     run("-c", WITHOUT, str(tmp_path), "env", "link", "step", "register", "switch", "--dry")
     found = figures(tmp_path)
     assert {one["ended"] for one in found.values()} == {"done"}
@@ -88,7 +76,6 @@ def test_parts_that_need_no_store_run_without_lmdb_and_zarr(tmp_path: Path) -> N
 
 
 def cut_part(_machine: Any, keep: gpu.Keep) -> None:
-    """Find something, start a process, and never end."""
     keep({"found": 1})
     started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     keep({"found": 2, "pid": started.pid})
@@ -96,15 +83,13 @@ def cut_part(_machine: Any, keep: gpu.Keep) -> None:
 
 
 def bad_part(_machine: Any, keep: gpu.Keep) -> None:
-    """Find something and fail."""
     keep({"found": 1})
     raise ValueError("no such GPU")
 
 
-def test_a_part_that_is_cut_keeps_what_it_found_and_ends_what_it_started(
+def test_a_part_that_is_cut_keeps_its_results_and_ends_its_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next one runs; the command fails."""
     monkeypatch.setitem(gpu.PARTS, "env", gpu.Part(cut_part, 2))
     assert gpu.main([str(tmp_path), "env", "ncu", "--dry"]) == 1
     found = figures(tmp_path)
@@ -114,7 +99,6 @@ def test_a_part_that_is_cut_keeps_what_it_found_and_ends_what_it_started(
 
 
 def test_a_part_that_fails_says_why_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its earlier results are kept."""
     monkeypatch.setitem(gpu.PARTS, "env", gpu.Part(bad_part, 20))
     assert gpu.main([str(tmp_path), "env", "ncu", "--dry"]) == 1
     found = figures(tmp_path)
@@ -124,7 +108,6 @@ def test_a_part_that_fails_says_why_and_the_next_one_runs(tmp_path: Path, monkey
 
 
 def test_parts_end_when_the_time_of_all_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part is cut by the remaining time, and later ones are not started."""
     monkeypatch.setattr(gpu, "MOST_SECONDS", 3)
     monkeypatch.setitem(gpu.PARTS, "env", gpu.Part(cut_part, 60))
     assert gpu.main([str(tmp_path), "env", "ncu", "--dry"]) == 1
@@ -132,7 +115,6 @@ def test_parts_end_when_the_time_of_all_is_over(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_part_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before anything is measured."""
     with pytest.raises(SystemExit):
         gpu.main([str(tmp_path / "out"), "steps"])
     assert "unknown part 'steps': expected one of env, link, step" in capsys.readouterr().err
@@ -140,7 +122,6 @@ def test_a_part_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_the_step_of_the_goal_moves_the_bytes_that_its_roof_says() -> None:
-    """Ids, rows of the forward, outputs, gradients, and rows and states of the update, of a batch with known ids."""
     entries, dim = DRY.num_entries, DRY.dim
     moved = {optimizer: roof_bytes(DRY, optimizer) for optimizer in ("sgd", "adagrad", "rowwise", "adam")}
     distinct = (moved["adagrad"] - moved["sgd"]) / (8 * dim)
@@ -185,7 +166,6 @@ def test_an_idle_gpu_gives_memory_again_when_no_tensor_uses_it() -> None:
 
 
 def test_a_part_writes_whole_files_or_none(tmp_path: Path) -> None:
-    """A reader never sees half a file: it is renamed when it is written."""
     path = tmp_path / "part.json"
     gpu.write(path, {"a": 1})
     assert gpu.limited(partial(_write_and_fail, path), 20) == "failed"

@@ -1,21 +1,17 @@
 """Borders of the package: no circle of imports between packages nor inside store and rows, one name for one module."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib.util
 import inspect
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 import tiercache
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 FOLDER = Path(tiercache.__file__).parent
 TWINS = {"tiercache.kernels.cpu", "tiercache.kernels.cuda"}
@@ -23,13 +19,11 @@ TWINS = {"tiercache.kernels.cpu", "tiercache.kernels.cuda"}
 
 
 def name_of(path: Path, folder: Path) -> str:
-    """Return the import name of a file; for a package, its folder's."""
     parts = (folder.name, *path.relative_to(folder).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports_of(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
-    """Yield the modules that a file imports anywhere: at the top, for types, and inside functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
@@ -45,31 +39,13 @@ def graph_of(folder: Path) -> dict[str, set[str]]:
     return {name: set(imports_of(path, modules)) - {name} for name, path in modules.items()}
 
 
-def circles_of(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Return the groups of nodes that reach each other (Tarjan, "Depth-first search and linear graph algorithms")."""
-    number: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    stack: list[str] = []
-    circles: list[list[str]] = []
-
-    def visit(node: str) -> None:
-        number[node] = lowest[node] = len(number)
-        stack.append(node)
-        for target in sorted(graph.get(node, ())):
-            if target not in number:
-                visit(target)
-                lowest[node] = min(lowest[node], lowest[target])
-            elif target in stack:
-                lowest[node] = min(lowest[node], number[target])
-        if lowest[node] == number[node]:
-            place = stack.index(node)
-            circles.append(sorted(stack[place:]))
-            del stack[place:]
-
-    for node in sorted(graph):
-        if node not in number:
-            visit(node)
-    return [circle for circle in circles if len(circle) > 1]
+def circle_of(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return nodes that reach each other in a circle, if there are any."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return sorted({*error.args[1]})
+    return []
 
 
 def between_packages(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
@@ -87,7 +63,7 @@ GRAPH = graph_of(FOLDER)
 
 def test_packages_import_each_other_one_way() -> None:
     """Imports for types and inside functions count. Nothing imports the front door."""
-    assert not circles_of(between_packages(GRAPH))
+    assert not circle_of(between_packages(GRAPH))
     assert not [name for name, targets in GRAPH.items() if "tiercache" in targets]
 
 
@@ -96,11 +72,10 @@ def test_modules_of_a_package_import_each_other_one_way(package: str) -> None:
     """Imports for types and inside functions count; a package's own front door is left out."""
     inside = {name for name in GRAPH if name.startswith(f"tiercache.{package}.")}
     assert inside
-    assert not circles_of({name: GRAPH[name] & inside for name in inside})
+    assert not circle_of({name: GRAPH[name] & inside for name in inside})
 
 
 def test_a_circle_is_found(tmp_path: Path) -> None:
-    """One of imports for types and inside a function, too."""
     package = tmp_path / "made"
     (package / "low").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -109,8 +84,8 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
     (package / "low" / "two.py").write_text("if TYPE_CHECKING:\n    from made.high import Name\n")
     (package / "high.py").write_text("from made.low.one import run\n")
     graph = graph_of(package)
-    assert circles_of(graph) == [["made.high", "made.low.one", "made.low.two"]]
-    assert circles_of(between_packages(graph)) == [["high", "low"]]
+    assert circle_of(graph) == ["made.high", "made.low.one", "made.low.two"]
+    assert circle_of(between_packages(graph)) == ["high", "low"]
 
 
 def test_two_modules_never_share_a_name() -> None:
@@ -129,7 +104,6 @@ VALUES = sorted(path for path in (FOLDER / "values").glob("*.py") if path.stem !
 
 @pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
 def test_values_import_nothing_else_of_ours_and_are_frozen(path: Path) -> None:
-    """Type-checking imports count too."""
     name = name_of(path, FOLDER)
     assert all(target.startswith("tiercache.values.") for target in GRAPH[name])
     module = importlib.import_module(name)
@@ -162,7 +136,6 @@ def test_the_links_at_the_top_level_are_not_packages_of_their_own() -> None:
 
 
 def test_no_file_is_longer_than_500_lines() -> None:
-    """A ceiling, not an aim."""
     sources = [path for kind in ("*.py", "*.cu", "*.cuh") for path in FOLDER.rglob(kind)]
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources}
     assert not {path.name: length for path, length in lengths.items() if length > 500}

@@ -1,7 +1,5 @@
 """The difference between lazy and dense updates in docs/migration.md."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -7,7 +7,6 @@ CASES = [{"engine": engine, "size": str(size)} for engine in ENGINES for size in
 
 
 def test_a_sample_has_each_value_before_one_again() -> None:
-    """Three cases have both engines and all sizes; all cases are all."""
     assert [CASES[place] for place in sample(CASES, 3)] == [
         {"engine": "lmdb", "size": "1"},
         {"engine": "zarr", "size": "2"},

@@ -1,10 +1,8 @@
 """Kernels are compiled only if they are called, and not before budgets are known to be enough."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -13,9 +11,6 @@ import pytest
 
 import tiercache as tc
 from tiercache.errors import BudgetError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SCHEMA = 'label = { column = "clicked" }\ndefaults = { dim = 16 }\n[features.user]\n[features.item]\nkey = "string"\n'
 EXTRACTION = """
@@ -28,13 +23,11 @@ except tc.TierCacheError as error:
     print(type(error).__name__)
 print(*sorted(kernel.name for kernel in compile.KERNELS if kernel.compiled))
 """
-TRAINING = {"_update", "_gather", "_pool_one", "_spread_one"}
-"""Some of the kernels that training calls."""
+TRAINING = {"_update", "_gather", "_pool_one", "_spread_one"}  # some of the kernels that training calls
 
 
 @pytest.fixture
 def clicks(tmp_path: Path) -> Path:
-    """Return a folder with samples of integers and texts, and their schema."""
     chance = np.random.default_rng(0)
     items = [f"item {number}" for number in chance.integers(0, 300, 20_000)]
     columns = {"user": chance.integers(0, 500, 20_000), "item": items, "clicked": chance.integers(0, 2, 20_000)}
@@ -44,13 +37,11 @@ def clicks(tmp_path: Path) -> Path:
 
 
 def compiled_by_extraction(folder: Path, device_budget: str) -> str:
-    """Extract in a process of its own; return what it printed."""
     command = [sys.executable, "-c", EXTRACTION, device_budget]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
 def test_an_extraction_compiles_the_kernels_that_it_calls(clicks: Path) -> None:
-    """None of those that train; nor does it to refuse a budget."""
     called = compiled_by_extraction(clicks, "1MiB").split()
     assert {"_add", "_hash_spans"} <= {*called}
     assert not TRAINING & {*called}
@@ -59,7 +50,7 @@ def test_an_extraction_compiles_the_kernels_that_it_calls(clicks: Path) -> None:
     assert not TRAINING & {*names}
 
 
-def test_a_device_budget_that_is_too_small_is_refused_before_kernels_are_compiled(
+def test_too_small_a_device_budget_is_refused_before_kernels_compile(
     clicks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first training of a machine compiles for a minute; a wrong number costs none of it, and leaves no store."""

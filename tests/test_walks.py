@@ -1,7 +1,5 @@
 """Walks stay short: a budget, a step, a key and a row enter few files and functions."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.walks import Walk, walk_store, walk_training
@@ -9,18 +7,15 @@ from tests.walks import Walk, walk_store, walk_training
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory) -> tuple[Walk, Walk, Walk]:
-    """Return the walks of a tiny training: of its device budget, of a batch, and of a step."""
     return walk_training(tmp_path_factory.mktemp("training"))
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Walk]:
-    """Return the walks of a store, by name."""
     return walk_store(tmp_path_factory.mktemp("store"))
 
 
 def test_the_device_budget_enters_at_most_12_files(training: tuple[Walk, Walk, Walk]) -> None:
-    """From the argument of TierCache to the device tier: 38 places before."""
     budget = training[0]
     assert "train/cache.py" in budget.files
     assert "rows/device.py" in budget.files
@@ -28,7 +23,6 @@ def test_the_device_budget_enters_at_most_12_files(training: tuple[Walk, Walk, W
 
 
 def test_a_step_enters_the_row_optimizer_once(training: tuple[Walk, Walk, Walk]) -> None:
-    """It calls others, and none of them calls it back."""
     step = training[2]
     assert ("rows/backends/cpu.py", "CpuBackend.step") in step.functions
     assert len(step.entries("train/row_optimizer.py")) == 1, step.entries("train/row_optimizer.py")

@@ -1,21 +1,19 @@
 """Walks: the files and functions that one budget, batch, key and row enter, from a trace of a tiny training.
 
-``python -m tests.walks [--calls]`` prints them. Functions are counted once however often they are called; lambdas,
+``python -m tests.walks`` prints them. Functions are counted once however often they are called; lambdas,
 comprehensions and code outside the package are not counted.
 """
 
-from __future__ import annotations
-
-import argparse
 import dataclasses
 import gc
-import inspect
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,46 +24,31 @@ from tiercache.data.raw_batch import RawBatch
 from tiercache.store import NEVER, Cursor, Range, SegmentLayout, Store, Table, hash_keys
 from tiercache.store.files import huge_pages
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
-
 PACKAGE = Path(tc.__file__).parent
-DEVICE_BUDGET = 41_943_049
-"""A number of bytes that is unique in the training."""
+DEVICE_BUDGET = 41_943_049  # a number of bytes that is unique in the training
 KEYS = 64
 
 
 class Call(NamedTuple):
     """A function of the package that was entered."""
 
-    file: str
-    """Relative to the package."""
+    file: str  # relative to the package
     function: str
-    caller: str
-    """The file of the package that called it, other code in between left out; empty if none did."""
+    caller: str  # the file of the package that called it, other code in between left out; empty if none did
 
 
 @dataclass
 class Walk:
-    """The calls of a walk, in order."""
-
     name: str
     calls: list[Call] = field(default_factory=list)
 
     @property
     def functions(self) -> list[tuple[str, str]]:
-        """Each function once, in the order of its first call."""
         return list(dict.fromkeys((call.file, call.function) for call in self.calls))
 
     @property
     def files(self) -> list[str]:
-        """Each file once, in the order of its first call."""
         return list(dict.fromkeys(call.file for call in self.calls))
-
-    def inside(self, folder: str) -> Walk:
-        """Return the part of the walk in one folder of the package."""
-        return Walk(self.name, [call for call in self.calls if call.file.startswith(folder)])
 
     def entries(self, file: str) -> list[str]:
         """Return the functions of a file that others call, once for each call."""
@@ -78,10 +61,7 @@ class Walk:
 def traced(
     name: str, run: Callable[[], Any], keep: Callable[[FrameType], bool] = lambda _: True, *, threads: bool = False
 ) -> Walk:
-    """Run a function and return its walk through the package; with ``threads`` on those that it starts, too.
-
-    keep: returns True if a call belongs to the walk, given its frame at the call.
-    """
+    """Run a function and return its walk: the calls to ``keep``; with ``threads`` on those that it starts, too."""
     walk = Walk(name)
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -106,7 +86,6 @@ def traced(
 
 
 def file_of(frame: FrameType) -> str:
-    """Return the file of a frame, relative to the package."""
     return Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix()
 
 
@@ -132,16 +111,11 @@ def carries(value: object, number: int, depth: int = 0) -> bool:
 
 
 def arguments_carry(frame: FrameType, number: int) -> bool:
-    """Return True if an argument of a frame's function is, or has, a number."""
-    code = frame.f_code
-    packed = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + packed]
-    values = [frame.f_locals[name] for name in names if name in frame.f_locals]
-    return any(carries(value, number) for value in values)
+    """At a call, locals are its arguments."""
+    return any(carries(frame.f_locals[name], number) for name in frame.f_locals if name in frame.f_code.co_varnames)
 
 
 def walk_training(folder: Path) -> tuple[Walk, Walk, Walk]:
-    """Train two passes; return the walks of the device budget, of one batch, and of its step."""
     table = tc.Table(name="item", dim=4, optimizer=tc.optim.Adagrad(learning_rate=0.1))
     schema = tc.Schema(label="label", features=(tc.Feature(name="item", table="item"),), tables=(table,))
     parts = [np.arange(start, start + KEYS) for start in (0, KEYS // 2)]
@@ -177,10 +151,7 @@ def walk_training(folder: Path) -> tuple[Walk, Walk, Walk]:
 
 
 def walk_store(folder: Path) -> dict[str, Walk]:
-    """Write one segment and read of it; return the walks by name. The same as the review of 2026-11-27 traced.
-
-    Rows begin at a page of memory, as those of a training do: elsewhere they are written through a copy.
-    """
+    """Rows begin at a page of memory, as those of a training do: elsewhere they are written through a copy."""
     table = Table(name="user", dim=16)
     count, half = 40_000, 20_000
     keys = np.arange(count, dtype=np.int64)
@@ -198,7 +169,8 @@ def walk_store(folder: Path) -> dict[str, Walk]:
         stores[0].publish(Cursor(1, 0), state=b"x" * 100, schedule_digest="", settings={}, environment={})
 
     def walk(name: str, run: Callable[[], Any]) -> None:
-        walks[name] = traced(name, run, threads=True).inside("store/")
+        whole = traced(name, run, threads=True)
+        walks[name] = Walk(name, [call for call in whole.calls if call.file.startswith("store/")])
 
     walks: dict[str, Walk] = {}
     walk("open a new store", lambda: stores.append(Store.open(path, tables=[table])))
@@ -214,26 +186,12 @@ def walk_store(folder: Path) -> dict[str, Walk]:
 
 
 def main() -> None:
-    """Print the walks."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", action="store_true", help="print every call in order, not each function once")
-    options = parser.parse_args()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         walks = [*walk_training(Path(folder)), *walk_store(Path(folder)).values()]
     for walk in walks:
-        if walk.name == "one step":
-            entries = walk.entries("train/row_optimizer.py")
-            sys.stdout.write(f"== one step enters train/row_optimizer.py {len(entries)} times: {', '.join(entries)}\n")
-        sys.stdout.write(f"== {walk}\n")
-        steps = [(call.file, call.function) for call in walk.calls] if options.calls else walk.functions
-        by_file: list[tuple[str, list[str]]] = []
-        for file, function in steps:
-            if not by_file or by_file[-1][0] != file:
-                by_file.append((file, []))
-            by_file[-1][1].append(function)
-        for file, functions in by_file:
-            sys.stdout.write(f"   {file}: {', '.join(functions)}\n")
+        functions = "".join(f"   {file}: {function}\n" for file, function in walk.functions)
+        sys.stdout.write(f"== {walk}\n{functions}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Five models in the layouts that people publish train out of core by a few more lines, with the losses of torch."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -21,8 +19,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LINES = {"dlrm": 5, "sasrec": 5, "skip_gram": 5, "deepfm": 5, "rotate": 15}
 """The most lines that may be changed or added, by model."""
-KILLED_AFTER = 0.55
-"""The share of batches after which a training is killed."""
+KILLED_AFTER = 0.55  # the share of batches after which a training is killed
 
 
 def without_tiercache(name: str) -> tuple[str, int]:
@@ -50,7 +47,6 @@ def test_a_few_lines_are_the_whole_change(name: str) -> None:
 
 
 def started(name: str, script: str, folder: Path) -> subprocess.Popen[str]:
-    """Start a script of a model in its folder: "plain" or "adopted"."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", f"tests.adoption.{name}.train"]
     if script == "plain":
@@ -62,7 +58,6 @@ def started(name: str, script: str, folder: Path) -> subprocess.Popen[str]:
 
 
 def losses(name: str, script: str, folder: Path) -> list[list[str]]:
-    """Run a script to its end, and return the lines that it printed, as words."""
     process = started(name, script, folder)
     out, errors = process.communicate(timeout=1200)
     assert process.returncode == 0, errors
@@ -70,7 +65,6 @@ def losses(name: str, script: str, folder: Path) -> list[list[str]]:
 
 
 def killed_losses(name: str, folder: Path, count: int) -> list[list[str]]:
-    """Run the adopted script, kill it after ``count`` batches, and return the lines that it printed."""
     process = started(name, "adopted", folder)
     found: list[list[str]] = []
     assert process.stdout is not None
@@ -85,7 +79,6 @@ def killed_losses(name: str, folder: Path, count: int) -> list[list[str]]:
 
 
 def numbers(lines: list[list[str]], word: str) -> torch.Tensor:
-    """Return the numbers of lines that begin with a word."""
     return torch.tensor([float(words[1]) for words in lines if words[0] == word], dtype=torch.float64)
 
 

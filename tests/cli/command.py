@@ -1,16 +1,12 @@
 """Running a command in this process."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from click.testing import Result
 from typer.testing import CliRunner
 
 from tiercache.cli import app
-
-if TYPE_CHECKING:
-    from click.testing import Result
 
 
 def invoke(*arguments: object) -> Result:

@@ -1,7 +1,5 @@
 """``tiercache estimate``."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -14,7 +12,6 @@ ONE = ("estimate", "--rows", "1e6", "--dim", "64", "--samples", "2e6", "--passes
 
 
 def test_the_command_prints_what_the_function_returns() -> None:
-    """The JSON has all of it; the table has each figure with its formula."""
     tables = [
         tc.Table(name="user", dim=64, optimizer=tc.optim.Adam(), dtype="float16"),
         tc.Table(name="a:b", dim=8, optimizer=tc.optim.Adam(), dtype="float16"),
@@ -45,7 +42,6 @@ def test_the_command_prints_what_the_function_returns() -> None:
 
 @pytest.mark.parametrize("optimizer", KINDS)
 def test_every_optimizer_has_the_bytes_of_its_rows(optimizer: str) -> None:
-    """Named like in a schema."""
     found = json.loads(invoke(*ONE, "--optimizer", optimizer, "--json").stdout)
     row = tc.Table(name="t", dim=64, optimizer=KINDS[optimizer]()).row_bytes
     assert found["device_bytes"] == found["rows_per_pass"] * (row + 28)
@@ -69,14 +65,12 @@ def test_every_optimizer_has_the_bytes_of_its_rows(optimizer: str) -> None:
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_one_line(options: tuple[str, ...], words: str) -> None:
-    """And an exit code that is not 0."""
     ended = invoke("estimate", *options)
     assert ended.exit_code in {1, 2}
     assert words in " ".join(ended.stderr.split()), ended.stderr
 
 
 def test_warnings_of_the_machine_are_on_standard_error() -> None:
-    """Also with JSON."""
     ended = invoke("estimate", "--rows", "1e10", "--samples", "1e11", "--passes", "200", "--disk-gbps", "2", "--json")
     assert ended.exit_code == 0
     assert json.loads(ended.stdout)["warnings"]

@@ -1,8 +1,6 @@
 """``tiercache export`` and ``import``."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,9 +10,6 @@ from tests.cli.command import error_of, invoke, run, told
 from tests.io.cases import all_tables, expected_after, filled, random_rows, rows_of
 from tests.train.cases import table
 from tiercache.store import Store
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SCHEMA = """
 [features.f]
@@ -33,7 +28,6 @@ optimizer = { name = "adagrad", learning_rate = 0.1 }
 
 
 def test_a_store_goes_to_files_and_back_by_command(tmp_path: Path) -> None:
-    """Without a schema: the export describes its tables. One warning names the tables whose state is not exported."""
     tables = all_tables()
     rows = random_rows(tables, [30, 20, 10, 5, 4])
     filled(tmp_path / "a.tc", tables, rows).close()
@@ -51,7 +45,6 @@ def test_a_store_goes_to_files_and_back_by_command(tmp_path: Path) -> None:
 
 
 def test_only_the_tables_that_were_asked_for_are_exported(tmp_path: Path) -> None:
-    """Without state if requested."""
     tables = all_tables()
     filled(tmp_path / "a.tc", tables, random_rows(tables, [30, 20, 10, 5, 4])).close()
     command = ["export", tmp_path / "a.tc", tmp_path / "out", "--format", "parquet"]
@@ -78,7 +71,6 @@ def test_files_without_a_manifest_are_imported_with_a_schema(tmp_path: Path) -> 
 
 
 def test_the_state_dict_of_a_model_is_imported_by_the_names_of_its_tensors(tmp_path: Path) -> None:
-    """Key i is row i; a tensor with another name is mapped with --map."""
     (tmp_path / "schema.toml").write_text(SCHEMA)
     state = {"emb.t.weight": torch.rand(4, 2), "towers.0.weight": torch.rand(5, 3), "head.bias": torch.zeros(1)}
     torch.save({"model": state, "epoch": 3}, tmp_path / "model.pt")
@@ -103,7 +95,6 @@ def test_the_state_dict_of_a_model_is_imported_by_the_names_of_its_tensors(tmp_p
 
 
 def test_the_key_sets_of_a_dataset_leave_as_files_of_hugectr(tmp_path: Path) -> None:
-    """A file for each sub-dataset and table, of int64; another format is refused with the supported one."""
     made = tc.write_key_sets(tmp_path / "passes", [table("t", 4)], [{"t": [3, 1, 3]}, {"t": [7]}])
     found = told("export", made.path, tmp_path / "out", "--format", "hugectr")
     assert (found["sub_datasets"], found["keys"], found["tables"]) == (2, 3, ["t"])

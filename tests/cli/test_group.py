@@ -1,12 +1,11 @@
 """Rules for every command of the group, and `info` and `verify` of stores and datasets."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +18,6 @@ from tests.files import flip
 from tests.io.cases import filled
 from tiercache.cli import app, main
 from tiercache.kernels.cpu import compile as kernels
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 SCHEMA = """
 [label]
@@ -78,7 +73,6 @@ def test_every_command_is_tried() -> None:
 
 
 def test_the_pages_use_commands_that_exist() -> None:
-    """In the README and in docs, in blocks of code and in lines."""
     root = Path(__file__).parents[2]
     text = "".join(page.read_text() for page in [root / "README.md", *(root / "docs").glob("*.md")])
     code = "\n".join(re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL))
@@ -88,7 +82,6 @@ def test_the_pages_use_commands_that_exist() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_json_is_one_value_and_quiet_is_silent(folder: Path, command: str) -> None:
-    """Nothing else is on standard output; with --quiet nothing is on standard error either."""
     tc.export_store("s.tc", "numpy", format="numpy")
     before = {path.name for path in folder.iterdir()}
     result = invoke(command, "--json", *COMMANDS[command])
@@ -102,7 +95,6 @@ def test_json_is_one_value_and_quiet_is_silent(folder: Path, command: str) -> No
 
 @pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"warmup", "estimate"}))
 def test_a_missing_path_is_one_sentence_and_a_missing_argument_is_usage(folder: Path, command: str) -> None:
-    """Exit code 1 for a missing path, 2 for invalid usage."""
     arguments = [Path(one).name if one not in {"s.tc", "passes", "numpy"} else "gone" for one in COMMANDS[command]]
     assert error_of(command, *(one.replace("part-0", "gone") for one in arguments))
     assert invoke(command, "--no-such-option").exit_code == 2
@@ -123,7 +115,6 @@ def test_a_path_with_a_tilde_is_in_the_home_folder(folder: Path, monkeypatch: py
 
 
 def test_options_expand_a_tilde_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys, plots, other stores, and the files of several earlier datasets."""
     monkeypatch.setenv("HOME", str(folder))
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
@@ -161,7 +152,6 @@ def test_alter_says_what_changed_and_how_many_bytes_wait(folder: Path) -> None:
 
 
 def test_forget_says_what_waits_and_what_lists_the_rows(folder: Path) -> None:
-    """Keys of a text file and of a .npy file, some of them unknown; an invalid line is refused."""
     Path("keys.txt").write_text("1\n2\n\n9999\n")
     np.save("keys.npy", np.array([3, 4]))
     listed = ["commit 1 (retention)"]
@@ -178,7 +168,6 @@ def test_forget_says_what_waits_and_what_lists_the_rows(folder: Path) -> None:
 
 
 def test_changes_and_their_export_warn_of_forgotten_rows(folder: Path) -> None:
-    """Once, on standard error."""
     Path("keys.txt").write_text("1\n2\n")
     told("forget", "s.tc", "a", "--keys", "keys.txt", "--now")
     for command in (("changes", "s.tc"), ("export", "s.tc", "out", "--format", "numpy")):
@@ -233,7 +222,6 @@ def test_keys_of_a_fifo_are_refused_at_once_and_those_of_a_shell_are_read(folder
 
 
 def test_info_and_verify_take_a_dataset(folder: Path) -> None:
-    """Samples, passes and rows; a changed byte is damage, with exit code 1."""
     found = told("info", "passes")
     assert [(one["samples"], one["rows"]) for one in found["passes"]] == [(2000, 700), (3000, 700)]
     assert "passes: 2 passes, 5,000 samples" in run("info", "passes")
@@ -246,7 +234,6 @@ def test_info_and_verify_take_a_dataset(folder: Path) -> None:
 
 
 def test_a_store_is_put_in_the_order_of_a_dataset_and_a_dataset_is_cut(folder: Path) -> None:
-    """Each reports its result; a store that follows the dataset already is unchanged."""
     assert "commit 2 has the rows in the order of passes" in run("reorganize", "s.tc", "passes")
     assert "s.tc follows passes already" in run("reorganize", "s.tc", "passes")
     assert told("reorganize", "s.tc", "passes") == {"commit": 2, "rewritten": False}
@@ -261,7 +248,6 @@ def test_a_store_is_put_in_the_order_of_a_dataset_and_a_dataset_is_cut(folder: P
 
 
 def test_what_is_neither_store_nor_dataset_is_said(folder: Path) -> None:
-    """A folder of something else, an unfinished extraction, nothing."""
     (folder / "half" / "unfinished").mkdir(parents=True)
     for name, words in (
         (".", "is neither a store nor a dataset"),
@@ -273,8 +259,6 @@ def test_what_is_neither_store_nor_dataset_is_said(folder: Path) -> None:
 
 
 def failing(error: BaseException) -> Callable[..., Any]:
-    """Return a function that raises."""
-
     def fail(*_: object, **__: object) -> None:
         raise error
 
@@ -291,7 +275,7 @@ def failing(error: BaseException) -> Callable[..., Any]:
         (ValueError("a message\nof two lines"), "a message of two lines"),
     ],
 )
-def test_what_may_be_expected_is_a_sentence_and_no_traceback(
+def test_expected_errors_are_sentences(
     folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, words: str
 ) -> None:
     """For any error of the system, and Ctrl-C; a defect keeps its traceback."""
@@ -304,7 +288,6 @@ def test_what_may_be_expected_is_a_sentence_and_no_traceback(
 
 
 def test_commands_on_stores_name_a_dataset(folder: Path) -> None:
-    """And an export of key sets takes no option that is about rows."""
     for command in (
         ("lookup", "passes", "a", "1"),
         ("changes", "passes", "--since", "0"),
@@ -318,7 +301,6 @@ def test_commands_on_stores_name_a_dataset(folder: Path) -> None:
 
 
 def test_a_path_with_nul_is_refused(folder: Path) -> None:
-    """By the command line's parser, or by the command; without a traceback."""
     for command in (
         ("info", "a\0b"),
         ("compact", "a\0b"),
@@ -337,7 +319,6 @@ def test_a_path_with_nul_is_refused(folder: Path) -> None:
 
 
 def test_the_program_shows_its_version_and_ends_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in a separate process."""
     assert run("--version") == f"tiercache {tc.__version__}\n"
     done = ran("import sys; from tiercache.cli import main; sys.argv = ['tiercache', 'info', '/gone']; main()")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
@@ -368,16 +349,12 @@ EXTRACT_ALL = ("extract", "part-0.parquet", "--schema", "schema.toml", "--device
         ((*EXTRACT_ALL, "part-1.parquet"), "part-1.parquet is not a directory"),
     ],
 )
-def test_an_option_of_the_other_kind_or_of_no_sense_is_refused(
-    folder: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    """None is ignored, and nothing is made."""
+def test_an_option_that_makes_no_sense_is_refused(folder: Path, arguments: tuple[str, ...], message: str) -> None:
     assert message in error_of(*arguments)
     assert not (folder / "new").exists()
 
 
 def test_a_store_is_put_into_the_order_that_a_training_by_overlap_has(folder: Path) -> None:
-    """The training finds it so, and reorganizes nothing."""
     assert told("reorganize", "s.tc", "passes", "--order", "overlap")["rewritten"]
     budgets = {"device_budget": "1MiB", "host_budget": "64MiB", "order": "overlap"}
     options = tc.TierCacheOptions(reorganize=False)
@@ -386,7 +363,6 @@ def test_a_store_is_put_into_the_order_that_a_training_by_overlap_has(folder: Pa
 
 
 def test_warmup_compiles_all_kernels_and_says_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those for 16-bit dtypes; and it says so before it begins."""
     asked: list[Any] = []
     monkeypatch.setattr(kernels, "is_cached", lambda *, narrow: False)
     monkeypatch.setattr(kernels, "prepare", lambda notify=None, *, narrow=False: asked.append(narrow))
@@ -399,7 +375,6 @@ def test_warmup_compiles_all_kernels_and_says_where_they_are(monkeypatch: pytest
 
 
 def test_the_command_extracts(folder: Path) -> None:
-    """Files, patterns, options and earlier datasets are passed to the function; one line describes the result."""
     command = (
         "extract", "part-*.parquet", "--schema", "schema.toml", "--out", "new", "--device-budget", "64MiB",
         "--split-by", "rows=1000", "--batch-multiple", "1000", "--min-count", "2", "--memory-limit", "32MiB",

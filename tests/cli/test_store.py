@@ -1,10 +1,10 @@
 """The commands that read a store, by keys and by texts, and make commits of it."""
 
-from __future__ import annotations
-
 import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,10 +21,6 @@ from tiercache.data.raw_batch import NULL_KEY, OOV_KEY
 from tiercache.store import Store
 from tiercache.store.reads import StoreReads
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
 
 @pytest.fixture
 def trained(tmp_path: Path) -> tuple[Path, dict[int, World]]:
@@ -38,7 +34,6 @@ def trained(tmp_path: Path) -> tuple[Path, dict[int, World]]:
 
 
 def test_lookup_shows_the_rows_of_keys(trained: tuple[Path, dict[int, World]], tmp_path: Path) -> None:
-    """From the command line and from a file; of the newest commit and of an older one."""
     path, past = trained
     name, key = next(key for key in past[3].rows if past[3].rows[key] != past[1].rows.get(key))
     np.save(tmp_path / "keys.npy", np.array([key, 9999]))
@@ -52,10 +47,7 @@ def test_lookup_shows_the_rows_of_keys(trained: tuple[Path, dict[int, World]], t
     assert str(key) in run("lookup", path, name, "--", key)
 
 
-def test_changes_are_counted_without_reading_rows(
-    trained: tuple[Path, dict[int, World]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For each table as many as later passes trained."""
+def test_changes_are_counted_unread(trained: tuple[Path, dict[int, World]], monkeypatch: pytest.MonkeyPatch) -> None:
     path, past = trained
     monkeypatch.delattr(StoreReads, "changes")
     found = told("changes", path, "--since", 2)
@@ -64,10 +56,7 @@ def test_changes_are_counted_without_reading_rows(
     assert "rows changed between commit 2 and commit 3" in run("changes", path, "--since", 2)
 
 
-def test_export_since_writes_the_rows_that_changed_and_no_import_takes_them_for_a_store(
-    trained: tuple[Path, dict[int, World]], tmp_path: Path
-) -> None:
-    """With their newest bits; the manifest names the commit."""
+def test_an_export_since_a_commit_has_the_changed_rows(trained: tuple[Path, dict[int, World]], tmp_path: Path) -> None:
     path, past = trained
     done = told("export", path, tmp_path / "out", "--since", 2, "--format", "numpy")
     wanted = set(past[2].keys(3))
@@ -83,10 +72,9 @@ def test_export_since_writes_the_rows_that_changed_and_no_import_takes_them_for_
     assert not (tmp_path / "x").exists()
 
 
-def test_what_takes_long_says_how_far_it_is(
+def test_progress_is_told(
     trained: tuple[Path, dict[int, World]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lookups, exports and differences report progress in steps, up to the total."""
     path, past = trained
     calls: list[tuple[str, int, int]] = []
 
@@ -114,7 +102,6 @@ def test_what_takes_long_says_how_far_it_is(
 
 
 def test_diff_compares_commits_and_stores(trained: tuple[Path, dict[int, World]], tmp_path: Path) -> None:
-    """Exit code 1 and counts where they differ, 0 where they are the same."""
     path, past = trained
     found = told("diff", path, "--from", 2, "--to", 3, code=1)
     assert not found["same"]
@@ -139,7 +126,6 @@ def test_diff_compares_the_rows_of_stores_with_the_same_keys(tmp_path: Path) -> 
 
 
 def test_rollback_and_compact_make_commits(trained: tuple[Path, dict[int, World]]) -> None:
-    """Each is a new commit; info shows all that are kept."""
     path, past = trained
     shown = told("info", path)
     assert [commit["id"] for commit in shown["commits"]] == [1, 2, 3]
@@ -157,7 +143,6 @@ def test_rollback_and_compact_make_commits(trained: tuple[Path, dict[int, World]
 
 
 def test_a_commit_is_pinned_by_name_and_let_go(trained: tuple[Path, dict[int, World]]) -> None:
-    """It is kept in addition to the newest ones; info shows it."""
     path, _ = trained
     assert told("pin", path, "best", 1) == {"commit": 4, "name": "best", "pinned": 1}
     assert "commit 4 is pinned as 'now'" in run("pin", path, "now")
@@ -186,10 +171,9 @@ def test_a_commit_is_pinned_by_name_and_let_go(trained: tuple[Path, dict[int, Wo
         (["import", "PATH", "PATH/x", "--map", "user"], "--map is 'user': expected TABLE=TENSOR"),
     ],
 )
-def test_what_is_asked_wrongly_is_one_sentence(
+def test_a_wrong_request_is_one_sentence(
     trained: tuple[Path, dict[int, World]], arguments: list[str], words: str
 ) -> None:
-    """On standard error, with exit code 1."""
     assert words in error_of(*(argument.replace("PATH", str(trained[0])) for argument in arguments))
 
 
@@ -206,7 +190,6 @@ HOURS = [0, 5, -1, (1 << 63) - 1, -(1 << 63), 17, 3]
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    """An extraction of a column of texts, one of integers, and crosses of them."""
     folder = tmp_path_factory.mktemp("texts")
     pq.write_table(pa.table({"user": TEXTS, "hour": HOURS, "id": IDS}), folder / "data.parquet")
     schema = tc.Schema(
@@ -221,21 +204,15 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
     return tc.extract(folder / "data.parquet", schema, folder / "passes", device_budget="1MiB", progress=False)
 
 
-def test_key_of_gives_the_keys_of_an_extraction(dataset: tc.PassDataset) -> None:
-    """For texts, and for crosses of texts and integers in both orders."""
+def test_key_of_gives_the_keys_and_buckets_of_an_extraction(dataset: tc.PassDataset) -> None:
     (only,) = dataset
-    assert set(only.keys("user").tolist()) == {tc.key_of(text) for text in TEXTS}
-    pairs = list(zip(TEXTS, HOURS, strict=True))
-    assert set(only.keys("user_hour").tolist()) == {tc.key_of(text, hour) for text, hour in pairs}
-    assert set(only.keys("hour_user").tolist()) == {tc.key_of(hour, text) for text, hour in pairs}
-
-
-def test_key_of_gives_the_buckets_of_an_extraction(dataset: tc.PassDataset) -> None:
-    """For texts, integers and crosses of a feature with a number of buckets."""
-    (only,) = dataset
-    values = {"user": zip(TEXTS, strict=True), "id": zip(IDS, strict=True), "both": zip(TEXTS, HOURS, strict=True)}
-    for name, given in values.items():
-        assert set(only.keys(f"few_{name}").tolist()) == {tc.key_of(*one, num_buckets=7) for one in given}
+    texts, pairs = [(text,) for text in TEXTS], list(zip(TEXTS, HOURS, strict=True))
+    keys = {"user": texts, "user_hour": pairs, "hour_user": [(hour, text) for text, hour in pairs]}
+    for name, values in keys.items():
+        assert set(only.keys(name).tolist()) == {tc.key_of(*one) for one in values}
+    buckets: dict[str, Any] = {"few_user": texts, "few_id": [(one,) for one in IDS], "few_both": pairs}
+    for name, values in buckets.items():
+        assert set(only.keys(name).tolist()) == {tc.key_of(*one, num_buckets=7) for one in values}
     assert tc.key_of(None, num_buckets=7) == NULL_KEY
 
 

@@ -1,18 +1,12 @@
 """Control characters in cells, file names and table names are escaped in output."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.cli.command import error_of, run
 from tiercache.cli.output import Output, new_table, printable
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from rich.console import Console
 
 HOSTILE = {
     "window title": "\x1b]0;owned\x07",
@@ -28,7 +22,6 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_control_characters_are_escaped(name: str) -> None:
-    """Letters of any script and line breaks are not."""
     text = printable(f"ключ 键 é [b] {HOSTILE[name]}\n")
     assert text.startswith("ключ 键 é [b] ")
     assert text.endswith("\n")
@@ -38,7 +31,6 @@ def test_control_characters_are_escaped(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["window title", "cursor", "8-bit sequence", "reversed letters"])
 def test_a_cell_of_a_file_reaches_the_terminal_escaped(tmp_path: Path, name: str) -> None:
-    """And so does the name of a file."""
     (tmp_path / "s.toml").write_text('[label]\ncolumn = "y"\n[features.a]\n')
     (tmp_path / "x.csv").write_text(f"y,a\n0,{HOSTILE[name]}\n")
     options = "--schema", tmp_path / "s.toml", "--out", tmp_path / "out", "--device-budget", "1MiB"
@@ -49,7 +41,6 @@ def test_a_cell_of_a_file_reaches_the_terminal_escaped(tmp_path: Path, name: str
 
 
 def test_texts_and_tables_of_commands_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    """In titles, heads and cells; brackets stay."""
     output, text = Output(as_json=False, quiet=False), f"{HOSTILE['window title']}[b]"
 
     def shown(console: Console) -> None:
@@ -67,7 +58,6 @@ def test_texts_and_tables_of_commands_are_escaped(capsys: pytest.CaptureFixture[
 
 
 def test_the_help_of_extract_shows_sections_in_brackets() -> None:
-    """Brackets are not parsed as markup."""
     shown = run("extract", "--help")
     assert "[source] format" in shown
     assert "\\[" not in shown

@@ -1,23 +1,18 @@
 """Work in forked processes that may die at any moment, and the messages they sent before."""
 
-from __future__ import annotations
-
 import json
 import os
 import select
 import signal
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from socket import socket
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from socket import socket
-
-_PATIENCE_SECONDS = 120.0
-"""Processes that take longer are considered hung."""
+_PATIENCE_SECONDS = 120.0  # processes that take longer are considered hung
 
 
 class Teller:
@@ -25,10 +20,8 @@ class Teller:
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
-        self.phase = ""
-        """The current activity, if a workload sets it; recorded with the points."""
-        self.begun = self.done = -1
-        """The last noted commits."""
+        self.phase = ""  # the current activity, if a workload sets it; recorded with the points
+        self.begun = self.done = -1  # the last noted commits
 
     def note(self, *, begun: Any = None, done: Any = None) -> None:
         """Note a commit that may exist from now on (begun), or must exist (done)."""
@@ -47,13 +40,10 @@ class Teller:
 class Ended:
     """The result of processes that have ended."""
 
-    signals: list[int]
-    """The signals that ended them; 0: a normal exit."""
-    said: list[list[Any]] = field(default_factory=list)
-    """Kinds and values; "error" if one raised."""
+    signals: list[int]  # the signals that ended them; 0: a normal exit
+    said: list[list[Any]] = field(default_factory=list)  # kinds and values; "error" if one raised
 
     def of(self, kind: str) -> list[Any]:
-        """Return all messages of one kind."""
         return [value for what, value in self.said if what == kind]
 
     @property
@@ -131,7 +121,6 @@ def _read(handle: int, pids: list[int], victims: list[int], kill_after: float | 
 
 
 def _work(work: Callable[[int, Teller], None], rank: int, teller: Teller) -> None:
-    """Work, and exit without the interpreter's cleanup."""
     try:
         work(rank, teller)
     except BaseException:  # the parent prints it

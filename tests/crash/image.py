@@ -10,10 +10,8 @@ from pathlib import Path
 
 PAGE_BYTES, SECTOR_BYTES = 4096, 512
 _ZEROS = bytes(PAGE_BYTES)
-ROOT = 0
-"""The inode number of the folder itself in an image."""
-_CLOCK_NANOSECONDS = 50_000_000
-"""More than the resolution of file times."""
+ROOT = 0  # the inode number of the folder itself in an image
+_CLOCK_NANOSECONDS = 50_000_000  # more than the resolution of file times
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +19,9 @@ class File:
     """The content of a file. Unchanged pages are the same objects as in the previous image."""
 
     size: int
-    pages: tuple[bytes, ...]
-    """Pages of PAGE_BYTES each; the last one is padded with zeros."""
+    pages: tuple[bytes, ...]  # pages of PAGE_BYTES each; the last one is padded with zeros
 
     def page(self, index: int) -> bytes:
-        """Return a page; zeros beyond the end."""
         return self.pages[index] if index < len(self.pages) else _ZEROS
 
 
@@ -33,8 +29,7 @@ class File:
 class Image:
     """Directories and files by numbers that are unique within a recording."""
 
-    directories: dict[int, dict[str, int]] = field(default_factory=dict)
-    """Names and the numbers of their files."""
+    directories: dict[int, dict[str, int]] = field(default_factory=dict)  # names and the numbers of their files
     files: dict[int, File] = field(default_factory=dict)
 
 
@@ -47,16 +42,13 @@ class Camera:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._numbers: dict[int, int] = {}
-        """Numbers by inode."""
+        self._numbers: dict[int, int] = {}  # numbers by inode
         self._next = ROOT + 1
         self._retained: dict[int, tuple[int, ...]] = {}
         """By number of a file: its length and times, if it was read long enough after them."""
-        self.image = Image()
-        """The last image."""
+        self.image = Image()  # the last image
 
     def take(self) -> Image:
-        """Return the current content. Other threads may create and delete files meanwhile."""
         directories: dict[int, dict[str, int]] = {}
         files: dict[int, File] = {}
         numbers: dict[int, int] = {}
@@ -91,7 +83,6 @@ class Camera:
         return self._numbers.get(status.st_ino)
 
     def _read(self, entry: os.DirEntry[str], number: int) -> File:
-        """Read a file, unless it is unchanged."""
         status, before = entry.stat(follow_symlinks=False), self.image.files.get(number)
         seen = status.st_size, status.st_mtime_ns, status.st_ctime_ns
         if before is not None and self._retained.get(number) == seen:
@@ -121,10 +112,7 @@ def put(folder: Path, directories: Mapping[int, Mapping[str, int]], files: Mappi
 
 
 def tear(folder: Path, before: Image, after: Image, generator: random.Random) -> None:
-    """Revert some of the changes in the files of ``folder``, as if the write had ended before them.
-
-    Sectors arrive in file order, but the roots of an LMDB file last.
-    """
+    """Revert some changes in ``folder``, as if the write had ended: in file order, but the roots of LMDB last."""
     changed: list[tuple[bool, str, int, File]] = []
     for path, number in _paths(folder, after):
         new, old = after.files[number], before.files.get(number, File(0, ()))

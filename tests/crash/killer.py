@@ -1,22 +1,15 @@
 """The killer: kills a workload in one fresh folder after another, and counts the outcomes."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
 
-from tests.crash.outcome import FAILING, MOST_PROBLEMS, EnoughError, Outcome
-from tests.crash.schedule import Count
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.crash.child import Ended
-    from tests.crash.outcome import Found
-    from tests.crash.schedule import Death
+from tests.crash.child import Ended
+from tests.crash.outcome import FAILING, MOST_PROBLEMS, EnoughError, Found, Outcome
+from tests.crash.schedule import Count, Death
 
 
 class Workload(Protocol):
@@ -50,12 +43,10 @@ class Killer:
         """``most_problems`` is the number at which to stop; ``notify`` is called after each folder."""
         self.outcome = Outcome()
         self.folder, self.workload, self.random = folder, workload, random.Random(seed)
-        self.run_seconds = 0.0
-        """Seconds of a run without a kill."""
+        self.run_seconds = 0.0  # seconds of a run without a kill
         self._seed, self._most_problems, self._notify, self._folders = seed, most_problems, notify, 0
 
-    def worker(self, number: int, notify: Callable[[], object]) -> Killer:
-        """Return a killer of the same workload in a separate folder."""
+    def worker(self, number: int, notify: Callable[[], object]) -> "Killer":
         folder, most = self.folder / f"worker-{number}", self._most_problems
         mine = Killer(folder, self.workload, seed=self._seed + 1 + number, most_problems=most, notify=notify)
         folder.mkdir()
@@ -72,10 +63,7 @@ class Killer:
         return [point for some in ended.of("points") for point in some]
 
     def kill(self, death: Death | None = None, folder: Path | None = None) -> None:
-        """Kill a workload, and again as it decides; check the remains each time, and the end.
-
-        Without a death the workload also chooses the first one.
-        """
+        """Kill a workload, and again as it decides; check each time. Without a death it chooses the first one too."""
         if folder is None:
             folder = self.fresh()
         self.workload.begin(folder)

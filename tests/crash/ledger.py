@@ -36,14 +36,12 @@ class Ledger:
     # -- written by the process ----------------------------------------------------------------------------------
 
     def enter(self, phase: str) -> None:
-        """Note that the training thread enters a phase."""
         index = PHASES.index(phase)
         self._words[_MAIN] = index
         self._words[_COUNTS + index] += 1
 
     @contextmanager
     def writing(self, phase: str) -> Iterator[None]:
-        """Note that the writer thread enters a phase."""
         index = PHASES.index(phase)
         self._words[_WRITER] = index
         self._words[_COUNTS + index] += 1
@@ -51,17 +49,14 @@ class Ledger:
         self._words[_WRITER] = -1
 
     def begin_commit(self, number: int) -> None:
-        """Note that commit ``number`` may be found from now on."""
         self._words[_BEGUN] = number
 
     def finish_commit(self, number: int) -> None:
-        """Note that commit ``number`` must be found from now on."""
         self._words[_DONE] = number
 
     # -- read by others ------------------------------------------------------------------------------------------
 
     def times(self, phase: str) -> int:
-        """Return how often a phase was entered."""
         return int(self._words[_COUNTS + PHASES.index(phase)])
 
     @property

@@ -1,13 +1,10 @@
 """Results of many deaths: counts, problems, and the states of the stores."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST_PROBLEMS = 5
-"""Further problems add no information."""
+MOST_PROBLEMS = 5  # further problems add no information
 KINDS = LOST, FAILING, SILENT = "lost", "failing", "silent"
 """A durable commit is gone, or one exists that never began; the store fails to open, verify or resume;
 rows have wrong bits without an error.
@@ -22,12 +19,9 @@ class EnoughError(Exception):
 class Found:
     """The findings of a check of a folder."""
 
-    stands: Any = None
-    """The newest commit; None if the store does not open."""
-    wrong: list[tuple[str, str]] = field(default_factory=list)
-    """Kinds and messages."""
-    counts: Counter[str] = field(default_factory=Counter)
-    """Further counts of the workload."""
+    stands: Any = None  # the newest commit; None if the store does not open
+    wrong: list[tuple[str, str]] = field(default_factory=list)  # kinds and messages
+    counts: Counter[str] = field(default_factory=Counter)  # further counts of the workload
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,16 +32,12 @@ class Outcome:
     """Kills ("kills"), kills of resumed processes ("second_kills"), deaths by kind, and further counts of the
     workload.
     """
-    wrong: Counter[str] = field(default_factory=Counter)
-    """Folders by kind of problem."""
-    stood: Counter[Any] = field(default_factory=Counter)
-    """Folders by state after a death."""
+    wrong: Counter[str] = field(default_factory=Counter)  # folders by kind of problem
+    stood: Counter[Any] = field(default_factory=Counter)  # folders by state after a death
     seconds: float = 0.0
-    problems: list[str] = field(default_factory=list)
-    """A message for each problem."""
+    problems: list[str] = field(default_factory=list)  # a message for each problem
 
-    def add(self, other: Outcome) -> None:
-        """Add the results of another outcome."""
+    def add(self, other: "Outcome") -> None:
         self.counts.update(other.counts)
         self.wrong.update(other.wrong)
         self.stood.update(other.stood)

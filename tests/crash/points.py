@@ -25,8 +25,7 @@ _WRITING = {"pwrite", "pwritev", "write", "writev", "flush", "__exit__", "commit
 class Point(NamedTuple):
     """A moment: just before a call, or just after it."""
 
-    call: str
-    """The call, such as ``posix.pwritev`` or ``Transaction.__exit__``."""
+    call: str  # the call, such as ``posix.pwritev`` or ``Transaction.__exit__``
     after: bool
 
     @property
@@ -64,7 +63,6 @@ def watch(reached: Callable[[int, Point], None]) -> None:
 
 
 def unwatch() -> None:
-    """Stop watching in this thread and future ones."""
     threading.setprofile(None)
     sys.setprofile(None)
 

@@ -15,10 +15,8 @@ from tests.crash.image import Camera, File, Image
 from tests.crash.points import Point, unwatch, watch
 from tests.crash.store_steps import go_on
 
-_NO_CHANGE = {"Transaction.put", "Transaction.delete"}
-"""Calls that only change memory."""
-_META_PAGES = 2
-"""The first pages of LMDB's file: its two roots."""
+_NO_CHANGE = {"Transaction.put", "Transaction.delete"}  # calls that only change memory
+_META_PAGES = 2  # the first pages of LMDB's file: its two roots
 
 
 class Moment(NamedTuple):
@@ -26,10 +24,8 @@ class Moment(NamedTuple):
 
     call: str
     image: Image
-    begun: int
-    """The newest commit that may be found; -1 if none was begun."""
-    done: int
-    """The newest commit that must be found; -1 if none was done."""
+    begun: int  # the newest commit that may be found; -1 if none was begun
+    done: int  # the newest commit that must be found; -1 if none was done
 
 
 @dataclass
@@ -41,7 +37,6 @@ class Recording:
     """By number of a file or directory: the moments at which its content became durable."""
 
     def durable(self, number: int, moment: int) -> int:
-        """Return the moment of the newest sync of a file or directory up to ``moment``; 0 without one."""
         synced = self.syncs.get(number, [])
         i = bisect_right(synced, moment)
         return synced[i - 1] if i else 0
@@ -118,8 +113,6 @@ class _Recorder:
             self._one.release()
 
     def syncing(self, call: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return a sync function that records its file."""
-
         def sync(handle: int) -> None:
             with self._one:
                 call(handle)
@@ -167,7 +160,6 @@ class _Recorder:
 
 
 def _environments(image: Image) -> list[int]:
-    """Return the numbers of LMDB's data files."""
     return [
         number
         for names in image.directories.values()

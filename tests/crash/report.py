@@ -8,14 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from benchmarks.machine import console, environment
 from tests.crash.outcome import Outcome
 
 
 def add_options(parser: argparse.ArgumentParser, quick: str) -> None:
-    """Add the options of every command."""
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one flat JSON object")
     parser.add_argument("--seed", type=int, default=0, help="of all that is random (0)")
@@ -23,7 +20,6 @@ def add_options(parser: argparse.ArgumentParser, quick: str) -> None:
 
 
 def working_folder(options: argparse.Namespace, name: str) -> Path:
-    """Return a new folder to work in."""
     return Path(tempfile.mkdtemp(prefix=f"tiercache-{name}-", dir=options.folder))
 
 
@@ -38,12 +34,9 @@ def report(
 ) -> int:
     """Print and write the figures; return the exit status, after deleting the folder if all is right."""
     figures = {**figures, "seed": options.seed, **environment("tests.crash", [name, *(arguments or ())], packages)}
-    table = Table(title=f"{name}: kills and what they left", title_justify="left")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
+    console.print(f"{name}: kills and what they left")
     for key, value in figures.items():
-        table.add_row(key.replace("_", " "), str(value))
-    console.print(table)
+        console.print(f"{key.replace('_', ' '):28} {value}", markup=False)
     for problem in outcome.problems:
         console.print(problem, markup=False, style="red")
     if options.json:

@@ -65,8 +65,7 @@ class At:
     """A kill at a point of a run: of the current process, or of its whole group."""
 
     number: int
-    point: Point | None = None
-    """The point, if it is known."""
+    point: Point | None = None  # the point, if it is known
     rank: int = 0
     everyone: bool = False
 
@@ -162,7 +161,6 @@ class Torn:
 
 
 def die(*, everyone: bool = False) -> None:
-    """End this process, or all of its group, by SIGKILL."""
     if everyone:
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -211,7 +209,6 @@ def deal(cases: Sequence[Case], killer: Killer, jobs: int, notify: Callable[[int
 
 
 def _work(cases: Sequence[Case], killer: Killer, enough: Path) -> None:
-    """Run cases until the file ``enough`` exists, write the outcome next to the killer's folder, and exit."""
     status = 1
     try:
         try:

@@ -51,10 +51,8 @@ if TYPE_CHECKING:
 PACKAGES = ("tiercache", "numpy", "lmdb", "zarr")
 QUICK = {"points": 64, "torn": 12, "instants": 10, "replays": 30, "full": 15}
 """More points than there are kinds of calls, each before and after, which `spread` takes evenly."""
-_EARLY_POINTS = 60
-"""A resumed process has opened the store by this point."""
-_AGAIN = 0.25
-"""The share of resumed processes that are killed too."""
+_EARLY_POINTS = 60  # a resumed process has opened the store by this point
+_AGAIN = 0.25  # the share of resumed processes that are killed too
 
 
 class StoreWorkload:
@@ -71,8 +69,6 @@ class StoreWorkload:
         """Leave the folder empty."""
 
     def run(self, folder: Path, death: Death | None) -> Ended:
-        """Run the steps in a child."""
-
         def work(rank: int, teller: Teller) -> None:
             with death.armed(folder, rank, teller) if death else contextlib.nullcontext() as relieve:
                 go_on(folder / "store.tc", self.engine, teller.note, relieve)
@@ -152,7 +148,6 @@ class Full:
         yield relieve
 
     def count(self, ended: Ended, counts: Counter[str]) -> None:
-        """Count it if the disk was really full."""
         counts["full_disks"] += bool(ended.of("full"))
 
 
@@ -160,17 +155,14 @@ class Full:
 
 
 def torn(killer: Killer, number: int, point: Point) -> None:
-    """Tear the write at a point."""
     killer.kill(Torn(number, point, killer.random.random()))
 
 
 def full(killer: Killer, number: int, point: Point) -> None:
-    """Fill the disk at a point."""
     killer.kill(Full(number, point, killer.random.random()))
 
 
 def instant(killer: Killer, share: float) -> None:
-    """Kill at a time."""
     killer.kill(After(share, share * killer.run_seconds))
 
 
@@ -226,7 +218,6 @@ def _recording(folder: Path, engine: str) -> Recording:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it and return the exit status."""
     options = _options(arguments)
     folder, begun = working_folder(options, "store"), time.perf_counter()
     killer = Killer(folder, StoreWorkload(options.engine), seed=options.seed, most_problems=options.problems)
@@ -264,7 +255,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _cores() -> int:
-    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,24 +41,17 @@ TABLES = (
 )
 ADDED = Table(name="added", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())
 """The table added by an alteration."""
-ERASED = 50
-"""The first keys of the first table, which are forgotten."""
-UNIVERSE = 240
-"""Keys of a table: 0 to UNIVERSE - 1."""
+ERASED = 50  # the first keys of the first table, which are forgotten
+UNIVERSE = 240  # keys of a table: 0 to UNIVERSE - 1
 PASS_KEYS = (150, 40, 90)
 """Keys of each table in each pass; their numbers differ so that the file grows, shrinks and has holes."""
 BLOCK_BYTES = {2048: 256 << 10, 24: 24 * 64}
 """By bytes of a row: blocks of items are written and read past the page cache, the other blocks are gathered."""
 PAGE_ROWS = 8
-_STEPS_IN_PASS = 16
-"""More than any step's sample."""
+_STEPS_IN_PASS = 16  # more than any step's sample
 
 
-class Note(Protocol):
-    """Callback for commits: before a publish, and as soon as it has returned."""
-
-    def __call__(self, *, begun: int | None = None, done: int | None = None) -> None:
-        """Note the number of a commit."""
+Note = Callable[..., None]  # note(begun=number) before the publish of a commit, note(done=number) after it
 
 
 class StoreChangedError(Exception):
@@ -73,34 +66,21 @@ class BrokenSourceError(Exception):
 class Step:
     """The operations up to one commit."""
 
-    passes: tuple[int, ...] = ()
-    """Passes whose rows are dumped."""
-    sample: int = 0
-    """The position of the commit inside the last pass; 0: after it."""
-    state_bytes: int = 100
-    """Bytes of the dense state."""
-    stable: bool = False
-    """True if the blocks of a dump may be written together."""
-    reopen: bool = False
-    """True if the store is closed and reopened first."""
-    forget: bool = False
-    """True if a dump is made and forgotten first."""
-    broken: bool = False
-    """True if a dump fails half-way first."""
+    passes: tuple[int, ...] = ()  # passes whose rows are dumped
+    sample: int = 0  # the position of the commit inside the last pass; 0: after it
+    state_bytes: int = 100  # bytes of the dense state
+    stable: bool = False  # true if the blocks of a dump may be written together
+    reopen: bool = False  # true if the store is closed and reopened first
+    forget: bool = False  # true if a dump is made and forgotten first
+    broken: bool = False  # true if a dump fails half-way first
     reader: bool = False
     """True if a reader opens the store first, and reads its whole unpinned commit two commits later."""
-    compact: bool = False
-    """True if the commit is a compaction without a dump; no pass comes after it."""
-    erase: bool = False
-    """True if the commit forgets the first keys of a table."""
-    alter: bool = False
-    """True if the commit adds a table."""
-    pin: str = ""
-    """The name that pins the previous commit from this one on, which equals it otherwise."""
-    unpin: str = ""
-    """The name that this commit unpins; it equals the previous one otherwise."""
-    rollback: int = -1
-    """The commit that this one restores; -1: none."""
+    compact: bool = False  # true if the commit is a compaction without a dump; no pass comes after it
+    erase: bool = False  # true if the commit forgets the first keys of a table
+    alter: bool = False  # true if the commit adds a table
+    pin: str = ""  # the name that pins the previous commit from this one on, which equals it otherwise
+    unpin: str = ""  # the name that this commit unpins; it equals the previous one otherwise
+    rollback: int = -1  # the commit that this one restores; -1: none
 
     @property
     def like(self) -> bool:
@@ -150,10 +130,7 @@ def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError
     store = _open(path, engine, relieve)
     reader: Store | None = None
     as_they_are = direct_io.REQUEST_BYTES, direct_io.SHORT_BYTES
-    direct_io.REQUEST_BYTES, direct_io.SHORT_BYTES = (
-        64 << 10,
-        0,
-    )  # as in a large store, two requests are in flight at a time
+    direct_io.REQUEST_BYTES, direct_io.SHORT_BYTES = 64 << 10, 0  # two requests at a time, as in a large store
     try:
         first = stands(store) + 1
         for number in range(first, len(STEPS)):
@@ -216,7 +193,6 @@ def opened(path: Path, **options: Any) -> Store:
 
 
 def stands(store: Store) -> int:
-    """Return the number of a store's commit; -1 without one."""
     return -1 if store.commit is None else store.commit.id
 
 
@@ -250,13 +226,7 @@ def take(store: Store, number: int, note: Note) -> None:
     for pass_index in step.passes:
         _dump(store, step, pass_index)
     note(begun=number)
-    store.publish(
-        step.cursor,
-        state=state(number),
-        schedule_digest="cyclic",
-        settings={"step": number},
-        environment={},
-    )
+    store.publish(step.cursor, state=state(number), schedule_digest="cyclic", settings={"step": number}, environment={})
     note(done=number)
 
 
@@ -350,7 +320,6 @@ def row_bits(table: Table, keys: NDArray[np.int64], versions: NDArray[np.int64])
 
 
 def _keys(table: Table, pass_index: int) -> NDArray[np.int64]:
-    """Return the keys of a table that a pass trains, in hash order."""
     return _pass_keys(table, pass_index % len(PASS_KEYS))
 
 
@@ -363,9 +332,7 @@ def _pass_keys(table: Table, index: int) -> NDArray[np.int64]:
 
 
 def _next_uses(table: Table, pass_index: int, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the first pass after ``pass_index`` that trains each key; all are keys of ``pass_index``, so there is
-    one.
-    """
+    """Return the first pass after ``pass_index`` that trains each of its keys."""
     uses = np.full(keys.size, NEVER)
     for later in range(pass_index + len(PASS_KEYS), pass_index, -1):
         uses[np.isin(keys, _keys(table, later))] = later
@@ -417,13 +384,7 @@ def _dump(store: Store, step: Step, pass_index: int, *, broken: bool = False) ->
                 yield group.index, block, _pack(layout, group, block, rows), keys[low:high]
 
     layouts = [layout for layout, _, _ in laid]
-    store.append(
-        pass_index,
-        layouts,
-        blocks(),
-        within=step.sample > 0,
-        stable=step.stable,
-    )
+    store.append(pass_index, layouts, blocks(), within=step.sample > 0, stable=step.stable)
 
 
 def prepare() -> None:

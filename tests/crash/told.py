@@ -25,7 +25,6 @@ class Told:
 
 
 def start(work: Callable[..., None], *arguments: Any) -> ForkServerProcess:
-    """Start a call in a separate process."""
     process = _CONTEXT.Process(target=work, args=arguments)
     process.start()
     return process

@@ -35,10 +35,8 @@ class Training:
     """A training to be killed; equal values end with equal bits."""
 
     name: str
-    optimizer: Any
-    """The row optimizer of the larger table."""
-    host_budget: str
-    """Barely more than the plan needs, so that most rows are read from the store."""
+    optimizer: Any  # the row optimizer of the larger table
+    host_budget: str  # barely more than the plan needs, so that most rows are read from the store
     commit_every: int = 1
     order_seed: int | None = None
     num_samples: int = 24_576
@@ -51,9 +49,7 @@ class Training:
 
     @property
     def schema(self) -> tc.Schema:
-        """Return two tables with two row layouts, float32 and bfloat16; one shared by two features, one looked up by
-        lists.
-        """
+        """Two tables of two row layouts: one shared by two features, one of bfloat16 looked up by lists."""
         rowwise, normal = tc.optim.RowWiseAdagrad(learning_rate=0.05), tc.init.Normal(mean=0.0, std=0.1)
         item = tc.Table(name="item", dim=32, optimizer=self.optimizer, initializer=tc.init.Uniform(low=-0.1, high=0.1))
         user = tc.Table(name="user", dim=16, optimizer=rowwise, initializer=normal, dtype="bfloat16")
@@ -113,12 +109,10 @@ class WatchedStore(tc.Store):
     ledger: Ledger
 
     def append(self, *arguments: Any, **options: Any) -> Any:
-        """Append, and record it."""
         with self.ledger.writing("dump"):
             return super().append(*arguments, **options)
 
     def publish(self, *arguments: Any, **options: Any) -> Any:
-        """Publish, and record it before and after."""
         self.ledger.begin_commit(0 if self.commit is None else self.commit.id + 1)
         with self.ledger.writing("publish"):
             commit = super().publish(*arguments, **options)

@@ -47,10 +47,8 @@ _KILLS_WITHOUT_PASSES = 2
 """Early kills of a training, after a random time; if extraction outlasts them, later kills aim at later phases."""
 
 
-RANDOM = Moment("reader", "readers_beside_the_writer")
-"""A kill at a random moment."""
-AIMED = replace(RANDOM, where=" in a phase")
-"""A kill soon after a phase begins."""
+RANDOM = Moment("reader", "readers_beside_the_writer")  # a kill at a random moment
+AIMED = replace(RANDOM, where=" in a phase")  # a kill soon after a phase begins
 
 
 class TrainingWorkload:
@@ -68,14 +66,12 @@ class TrainingWorkload:
         self._references: dict[str, tuple[Path, dict[str, Any], float]] = {}
         self._processes = self._begun = self._without_passes = 0
         self._phases_left: list[str] = []
-        self.reference_seconds = 0.0
-        """Seconds of the uninterrupted trainings."""
+        self.reference_seconds = 0.0  # seconds of the uninterrupted trainings
         process = self._context.Process(target=prepare)
         process.start()
         process.join()
 
     def begin(self, folder: Path) -> None:
-        """Take the next training; train each once without a kill."""
         self._training = self._trainings[self._begun % len(self._trainings)]
         self._begun, self._without_passes = self._begun + 1, 0
         if self._training.name not in self._references:
@@ -92,14 +88,12 @@ class TrainingWorkload:
             self._references[self._training.name] = data, json.loads((data / RESULT).read_text()), seconds
 
     def again(self, generator: random.Random, runs: list[Ended]) -> Moment | None:
-        """Kill until the number of kills is reached."""
         if self.kills_left <= 0:
             return None
         self._without_passes += 1
         return AIMED if generator.random() < 0.5 else RANDOM
 
     def run(self, folder: Path, death: Any) -> Ended:
-        """Train from the current state, and kill the process at a moment."""
         data, _, seconds = self._references[self._training.name]
         process, ledger = self._start(data, folder)
         said: list[list[Any]] = []
@@ -155,10 +149,7 @@ class TrainingWorkload:
         return process, ledger
 
     def _wait(self, process: BaseProcess, ledger: Ledger, horizon: float, *, aimed: bool) -> None:
-        """Return at the moment of the kill, or when the process has ended.
-
-        Times start when the process has finished its imports, which may take longer than the training.
-        """
+        """Return at the moment of the kill, or at the end. Times start after the imports, which may take longer."""
         if self._random.random() < 0.05:
             process.join(self._random.uniform(0.0, horizon))
             return
@@ -194,10 +185,7 @@ def _await_beginning(process: BaseProcess, ledger: Ledger) -> None:
 
 
 def _start_server() -> None:
-    """Start the fork server that imports everything once.
-
-    A killed child leaves a semaphore of numba, which the resource tracker would report at its end.
-    """
+    """Import everything once. A killed child leaves a semaphore of numba, which would be reported at the end."""
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.crash.warm"])
@@ -214,7 +202,6 @@ def _error(folder: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.crash training", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=200, help="processes to kill (200)")
     add_options(parser, "20 kills, and trainings of half the samples and 2 epochs instead of 3")

@@ -9,6 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import tiercache as tc
 from tests.data.cases import Jagged, KeyedJagged, plain_schema
@@ -57,6 +58,8 @@ def structured(*, is_masked: bool = False) -> Any:
         ([7, np.ma.masked], [7, None]),
         (torch.masked.masked_tensor(torch.tensor([7, 999]), torch.tensor([True, False])), [7, None]),
         (np.array([np.ma.array([7, 999], mask=[0, 1]), None], object), [[7, None], None]),
+        (pd.Series([np.array([7, 9]), np.nan]), [[7, 9], None]),
+        (pd.Series([np.array([]), pd.NA]), [[], None]),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
@@ -166,6 +169,18 @@ PARTS = [torch.tensor([1]), torch.tensor([2, 3])]
 def test_lists_of_any_length_come_in_many_forms(value: Any, expected: list[Any]) -> None:
     """Nested tensors, lists of arrays, and offsets with the last one or without it."""
     assert one(value, feature=RAGGED) == expected
+
+
+@pytest.mark.parametrize("how", [{"batch_size": None}, {"batch_size": None, "pin_memory": True}])
+def test_a_pair_that_torch_made_a_list_is_refused(how: dict[str, Any]) -> None:
+    """It was read as two samples: the values and the offsets."""
+    pairs = [{"a": (torch.tensor([7, 8, 9]), torch.tensor([0, 1]))}]
+    with pytest.raises(SourceError, match=r"batch 0, column 'a': a list of two tensors, .+ use collate_fn=lambda"):
+        column(DataLoader(pairs, **how), RAGGED, None)  # type: ignore[arg-type]
+    kept = DataLoader(pairs, batch_size=None, collate_fn=lambda batch: batch)  # type: ignore[arg-type]
+    assert column([*kept], RAGGED, None) == [[7], [8, 9]]
+    lists = [{"a": [torch.tensor([7, 8]), torch.tensor([9])]}]
+    assert column(DataLoader(lists, **how), RAGGED, None) == [[7, 8], [9]]  # type: ignore[arg-type]
 
 
 def test_offsets_that_fit_two_numbers_of_samples_are_refused() -> None:

@@ -23,6 +23,7 @@ from tiercache.schema import Schema
 from tiercache.store.bits import xxh64
 
 FILE = InputFile(path=Path("data.parquet"), format="parquet", delimiter="", compression=None, size=1, mtime_ns=1)
+NOT_UTF8 = pa.array([b"\xff"]).cast(pa.string(), safe=False)
 
 
 def encoded(columns: dict[str, Any], *features: tc.Feature, **more: Any) -> RawBatch:
@@ -242,6 +243,7 @@ LISTS = pa.list_(pa.int64())
         ({"a": ["f", "0x1"]}, tc.Feature(name="a", key="hex"), "row 1001, .*: it is '0x1', but .* 1 to 16 hex"),
         ({"a": ["f", ""]}, tc.Feature(name="a", key="hex"), "row 1001, column 'a': it is '', but"),
         ({"a": ["1" * 17]}, tc.Feature(name="a", key="hex"), "row 1000, column 'a': it is '1{17}', but"),
+        ({"a": NOT_UTF8}, tc.Feature(name="a", key="hex"), r"row 1000, column 'a': it is '\\+xff', but"),
         ({"a": [1.0, None]}, tc.Feature(name="a", buckets=(0,)), "row 1001, column 'a': it is null"),
         ({"a": [1, 2], "y": [1.0, float("nan")]}, INTEGERS, "row 1001, column 'y': it is nan"),
         ({"a": [1, 2], "y": [1.0, None]}, INTEGERS, "row 1001, column 'y': it is null, but a label"),

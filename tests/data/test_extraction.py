@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -136,6 +137,23 @@ def test_exact_cuts_are_where_rows_files_or_values_change(tmp_path: Path, split_
     assert_same_files(made, reference(tmp_path / "ref", schema, columns, bounds))
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([1, 1, 1001, 1 << 62], pa.timestamp("s", "UTC")),  # years beyond 9999
+        pa.array([1, 1, 2, 1 << 62], pa.time64("ns")),
+        pa.array([1, 1, 2, 1 << 62], pa.duration("ns")),
+        pa.array([1, 1, 2, 1 << 30], pa.date32()),
+        pa.array([b"\xff", b"\xff", b"\xfe", b""]).cast(pa.string(), safe=False),
+    ],
+)
+def test_values_that_python_cannot_hold_begin_passes(tmp_path: Path, values: Any) -> None:
+    """Also without pandas, which Arrow needs to return nanoseconds."""
+    batches = [{"a": [1, 2], "t": values[:2]}, {"a": [3, 4], "t": values[2:]}]
+    schema = plain_schema(label=None)
+    assert bounds_of(extracted(batches, schema, tmp_path / "out", split_by="column=t")) == [0, 2, 3, 4]
+
+
 def test_a_finished_set_is_returned_as_it_is(tmp_path: Path, paths: list[Path]) -> None:
     """The same call reads nothing and writes nothing; only training parameters of tables are updated."""
     schema, out = plain_schema(), tmp_path / "out"
@@ -169,6 +187,38 @@ def test_a_finished_set_of_other_options_is_refused(
     extract(paths, out=tmp_path / "out", **SMALL)
     with pytest.raises(ExtractionError, match=message):
         extract(paths, out=tmp_path / "out", **{**SMALL, **changes})
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_other_names_for_the_same_columns_are_refused(tmp_path: Path, is_text: bool) -> None:
+    """The columns of a finished or an interrupted extraction had other names; other data may have any."""
+    (tmp_path / "x.tsv").write_text("1\t5\n2\t6\n3\t7\n")
+    data = tmp_path / "x.tsv" if is_text else [([1, 2, 3], [5, 6, 7])]
+    options = {"split_by": "rows=1", "batch_multiple": 1}
+
+    def named(*names: str) -> Schema:
+        source = tc.schema.SourceFormat(columns=names)
+        return plain_schema(source=source, csv=tc.schema.CsvFormat(header=False))
+
+    finished, stopped = tmp_path / "finished", tmp_path / "stopped"
+    extracted(data, named("a", "y"), finished, **options)
+    with pytest.raises(KeyboardInterrupt):
+        extracted(data, named("a", "y"), stopped, progress=interrupt_at(1), **options)
+    for out in (finished, stopped):
+        with pytest.raises(
+            ExtractionError, match=r"different names \(\[source\] columns was \[\"a\", \"y\"\] and is now"
+        ):
+            extracted(data, named("y", "a"), out, **options)
+        extracted(data, named("a", "y"), out, **options)
+    (tmp_path / "new.csv").write_text("8,0\n")
+    extracted(tmp_path / "new.csv", named("a", "y"), finished, append=True, **options)
+
+
+def test_a_batch_with_other_names_is_other_data(tmp_path: Path) -> None:
+    """The digest of the first batch covers the names of its columns."""
+    extracted([{"a": [1], "y": [2]}], plain_schema(), tmp_path)
+    with pytest.raises(ExtractionError, match="the Python iterable: its version was"):
+        extracted([{"y": [1], "a": [2]}], plain_schema(), tmp_path)
 
 
 def test_a_finished_set_of_other_data_is_refused(tmp_path: Path, paths: list[Path]) -> None:

@@ -1,4 +1,4 @@
-"""Page checksums of Parquet files: a flipped bit is an error that names column and rows."""
+"""Parquet files that cannot be read whole: a flipped bit is an error that names column and rows, lost rows are one."""
 
 from __future__ import annotations
 
@@ -61,3 +61,14 @@ def test_a_flipped_bit_is_named_with_column_and_rows(tmp_path: Path, how: dict[s
             read(path, row)
         assert "\n" not in str(caught.value)
     assert read(path, 30_000) == keys[30_000:].tolist()
+
+
+def test_rows_that_arrow_loses_are_an_error(tmp_path: Path) -> None:
+    """Arrow returns no rows for a row group of one row whose list of dictionaries spans several pages."""
+    path, words = tmp_path / "x.parquet", [["a", "b", "c", "d"], ["a", "b"]]
+    lists = pa.array(words, pa.list_(pa.dictionary(pa.int32(), pa.string())))
+    data = pa.table({"a": [1, 2], "b": lists, "y": [0.0, 1.0]})
+    pq.write_table(data, path, row_group_size=1, data_page_size=10)
+    schema = plain_schema(features=(tc.Feature(name="b", key="string", hotness="ragged"),), tables=())
+    with pytest.raises(SourceError, match=r"x\.parquet has 2 rows, but Arrow reads \d: write the file again"):
+        list(Source(find_inputs(path), schema).batches())

@@ -171,6 +171,7 @@ def test_two_folders_of_one_name_must_agree(tmp_path: Path) -> None:
         (["de", "at"], "de", STRING, 1),
         (pa.array(["de", "at"]).dictionary_encode(), "de", STRING, 1),
         (["007", "7"], "007", STRING, 1),
+        (pa.array([b"de", b"\xff"]).cast(pa.string(), safe=False), "de", STRING, 1),
     ],
 )
 def test_a_column_that_the_file_has_too_must_agree_with_its_folder(

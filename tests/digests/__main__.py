@@ -3,8 +3,6 @@
 Update them only in a change that is meant to change bits, and say why in its commit.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile
@@ -14,7 +12,6 @@ from tests.digests.trainings import PATH, TRAININGS, digests, prepare, train
 
 
 def now(given: str) -> dict[str, str]:
-    """Train in one process and return the digests."""
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder), given)
         dense, _ = train(Path(folder), given, "lmdb")
@@ -22,7 +19,6 @@ def now(given: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Print the digests that differ."""
     found = {given: now(given) for given in TRAININGS}
     before = json.loads(PATH.read_text()) if PATH.exists() else {}
     changed = [

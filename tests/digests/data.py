@@ -4,28 +4,21 @@ A gradient that reaches rows is a small integer times a power of two, also after
 are 1, 2 or 4, weights of ids powers of two, and so is the number of samples of every batch on every rank.
 """
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 import tiercache as tc
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-PASSES, PASS_SAMPLES, BATCH = 4, 40, 16
-"""A pass has batches of 16, 16 and 8 samples."""
+PASSES, PASS_SAMPLES, BATCH = 4, 40, 16  # a pass has batches of 16, 16 and 8 samples
 SAMPLES = PASSES * PASS_SAMPLES
-KEYS = 240
-"""Keys of a table."""
+KEYS = 240  # keys of a table
 OPTIMIZERS = {
     "sgd": tc.optim.SGD(learning_rate=0.1, decay=0.01),
     "adagrad": tc.optim.Adagrad(learning_rate=0.1),
@@ -66,7 +59,6 @@ class Spec:
 
     @property
     def feature(self) -> tc.Feature:
-        """Return its description for the schema."""
         hotness = {0: "ragged", 1: "one_hot"}.get(self.length, "multi_hot")
         return tc.Feature(
             name=self.name, table=self.table, hotness=hotness, length=self.length if hotness == "multi_hot" else None,
@@ -99,7 +91,6 @@ SCHEMA = tc.Schema(
 
 
 def draw(what: str, count: int, below: int = 2**32) -> NDArray[np.int64]:
-    """Return numbers in [0, below) determined by the name and their position, by splitmix64's finalizer."""
     x = (np.uint64(zlib.crc32(what.encode())) << np.uint64(32)) + np.arange(count, dtype=np.uint64)
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -116,7 +107,7 @@ class Column:
     weights: NDArray[np.float32]
 
     @classmethod
-    def of(cls, spec: Spec) -> Column:
+    def of(cls, spec: Spec) -> "Column":
         """Draw it: some keys come in every pass, others in few, and many are negative."""
         lengths = np.array([0, 1, 2, 4])[draw(f"{spec.name} lengths", SAMPLES, 4)]
         lengths = lengths if spec.length == 0 else np.full(SAMPLES, spec.length)
@@ -127,7 +118,6 @@ class Column:
         return cls(spec, universe[ids], np.concatenate([[0], np.cumsum(lengths)]), weights)
 
     def columns(self) -> dict[str, Any]:
-        """Return it as columns of a file."""
         if self.spec.length == 1:
             return {self.spec.name: self.keys}
         offsets = self.offsets.astype(np.int32)
@@ -154,13 +144,11 @@ DENSE = (draw("x", SAMPLES, 9) - 4).astype(np.float32)
 
 
 def keys_of(table_name: str, first: int = 0, last: int = SAMPLES) -> NDArray[np.int64]:
-    """Return the keys of a table in some samples, ascending."""
     mine = [c.keys[c.offsets[first] : c.offsets[last]] for c in COLUMNS if c.spec.table == table_name]
     return np.unique(np.concatenate(mine))
 
 
 def extract(folder: Path) -> tc.PassDataset:
-    """Write the samples as a file and cut it into passes in ``folder / "passes"``."""
     columns = {"label": LABELS, "x": DENSE} | {k: v for column in COLUMNS for k, v in column.columns().items()}
     pq.write_table(pa.table(columns), folder / "data.parquet")
     return tc.extract(
@@ -170,7 +158,6 @@ def extract(folder: Path) -> tc.PassDataset:
 
 
 def write_keys(folder: Path) -> tc.PassDataset:
-    """Write only the key sets of the same passes."""
     firsts = range(0, SAMPLES, PASS_SAMPLES)
     keys = ({t.name: keys_of(t.name, first, first + PASS_SAMPLES) for t in TABLES} for first in firsts)
     return tc.write_key_sets(folder / "passes", SCHEMA, keys)

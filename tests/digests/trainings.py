@@ -8,33 +8,23 @@ same digests, too. One training, of one process, has gradients of rows that are 
 which they are added is checked as well.
 """
 
-from __future__ import annotations
-
 import hashlib
-import os
-import signal
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
 from tests.digests import data
+from tiercache.dist.communicator import AnyCommunicator
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from tiercache.dist.communicator import AnyCommunicator
-
-PATH = Path(__file__).with_name("digests.json")
-"""The committed digests, by training."""
-GIVEN = ("batches", "raw")
-"""The forms of samples: batches of extracted passes, or keys from a user's own loader."""
+PATH = Path(__file__).with_name("digests.json")  # the committed digests, by training
+GIVEN = ("batches", "raw")  # the forms of samples: batches of extracted passes, or keys from a user's own loader
 TRAININGS = (*GIVEN, "ordered")
 """And batches again, with gradients whose sums depend on the order of addition in one process (docs/format)."""
 EPOCHS = 2
@@ -53,13 +43,11 @@ class Grid(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
-        """Round."""
         ctx.factor = factor
         return (8 * x).round().clamp(-8, 8) / 8
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Pass the gradient on."""
         (grad,) = grads
         return grad if ctx.factor is None else grad * ctx.factor.view(-1, *[1] * (grad.ndim - 1)), None
 
@@ -77,7 +65,6 @@ class Net(nn.Module):
         self.weight = nn.Parameter((torch.from_numpy(data.draw("weight", width, 17)).float() - 8) / 8)
 
     def forward(self, batch: Any) -> torch.Tensor:
-        """Return one number per sample."""
         factor = torch.from_numpy(data.FACTORS)[batch.label.long() + 4] if self.ordered else None
         singles = [Grid.apply(out, factor) for out in self.rows(batch).values()]
         singles = [out.sum(dim=1) if out.ndim == 3 else out for out in singles]
@@ -86,21 +73,16 @@ class Net(nn.Module):
 
 
 def prepare(folder: Path, given: str) -> None:
-    """Write the passes of a training into a folder."""
     (data.write_keys if given == "raw" else data.extract)(folder)
 
 
 def train(
-    folder: Path,
-    given: str,
-    engine: str,
-    ranks: AnyCommunicator | None = None,
-    each_step: Callable[[Any, int, int], None] = lambda cache, pass_index, step: None,
+    folder: Path, given: str, engine: str, ranks: AnyCommunicator | None = None
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, int]]:
     """Train from the position of ``folder / "model.tc"`` to the end, in one process or as one rank of several.
 
     Returns the dense weights, and the numbers of rows that this process kept at switches, created, read from the store
-    and wrote. ``each_step(cache, pass_index, step)`` is called after every step.
+    and wrote.
     """
     passes, host_budget = tc.PassDataset.open(folder / "passes"), HOST_BUDGETS[1 if ranks is None else ranks.size]
     with tc.TierCache(
@@ -114,11 +96,10 @@ def train(
         optimizer = cache.optimizer
         for p in cache.passes(epochs=EPOCHS):
             batches = raw_batches(p, ranks) if given == "raw" else p.batches(data.BATCH, shuffle=True)
-            for step, batch in enumerate(batches):
+            for batch in batches:
                 (nn.functional.l1_loss(model(batch), batch.label) * batch.weight).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                each_step(cache, p.index, step)
         moved = {name: sum(getattr(report, f"rows_{name}") for report in cache.reports) for name in MOVES}
         return {name: value.numpy().copy() for name, value in net.state_dict().items()}, moved
 
@@ -131,21 +112,7 @@ def raw_batches(p: Any, ranks: AnyCommunicator | None) -> Iterator[Any]:
 
 
 def train_rank(ranks: AnyCommunicator, folder: str, given: str, engine: str) -> Any:
-    """Train as one rank of a pool's."""
     return train(Path(folder), given, engine, ranks)
-
-
-def train_and_die(folder: Path, given: str, engine: str, at: tuple[int, int], commits: bool) -> None:
-    """Train on one thread and be killed after a step (pass, number), optionally right after a commit there."""
-    torch.set_num_threads(1)
-
-    def each_step(cache: Any, pass_index: int, step: int) -> None:
-        if (pass_index, step) == at:
-            if commits:
-                cache.commit()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    train(folder, given, engine, each_step=each_step)
 
 
 def digests(folder: Path, dense: dict[str, NDArray[np.float32]]) -> dict[str, str]:
@@ -165,7 +132,6 @@ def digests(folder: Path, dense: dict[str, NDArray[np.float32]]) -> dict[str, st
 
 
 def digest(*arrays: NDArray[Any]) -> str:
-    """Return the first half of the SHA-256 of arrays, little-endian."""
     whole = hashlib.sha256()
     for array in arrays:
         whole.update(array.astype(array.dtype.newbyteorder("<")).tobytes())

@@ -57,6 +57,8 @@ class Entry:
     """Features that are looked up without a gradient: their rows are not stepped."""
     twice: bool = False
     """True if two modules look up the same features."""
+    by_rows: bool = False
+    """True if modules announce weights for all features, so that no owner pools them."""
     exact: bool = False
     """True if the loss makes gradients whole numbers, so that no sum is rounded."""
     rates: Mapping[int, tuple[float, tuple[str, ...] | None]] = field(default_factory=dict)
@@ -70,7 +72,6 @@ class Entry:
 
     @property
     def schema(self) -> tc.Schema:
-        """The schema of the entry."""
         return Case(tables=self.tables, specs=self.specs).schema
 
     def cut(self, folder: Path, *, times: int = 1, seed: int | None = None) -> tc.PassDataset:
@@ -127,7 +128,9 @@ class Model(nn.Module):
         modes = {spec.name: spec.mode for spec in pooled}
         self.weighted = [spec.name for spec in pooled if spec.weighted and entry.read_by == "rank"]
         self.bags = nn.ModuleList(
-            tc.EmbeddingBagCollection(cache.schema, list(modes), mode=modes, weighted=self.weighted)
+            tc.EmbeddingBagCollection(
+                cache.schema, list(modes), mode=modes, weighted=list(modes) if entry.by_rows else self.weighted
+            )
             for _ in range(1 + entry.twice)
         )
         self.single = tc.EmbeddingCollection(cache.schema, list(entry.singles))
@@ -139,7 +142,6 @@ class Model(nn.Module):
         self.weights: list[torch.Tensor] = []
 
     def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Return the loss of the batch, and keep the looked-up vectors and the weights."""
         self.weights = [torch.from_numpy(np.array(batch.ids[name].weights)) for name in self.weighted]
         given = {}
         for i, (name, weight) in enumerate(zip(self.weighted, self.weights, strict=True)):
@@ -159,7 +161,6 @@ class Model(nn.Module):
         return each.mean()
 
     def loss(self, out: torch.Tensor, logits: torch.Tensor, batch: tc.Batch) -> torch.Tensor:
-        """Return the loss of each sample."""
         if self.exact:
             signs = (2 * batch.label - 1)[:, None] * batch.dense
             return (out * signs).sum(dim=1) + 0 * logits
@@ -191,12 +192,13 @@ def run(
     Returns by batch the looked-up vectors and the gradients of weights, and the dense weights.
     """
     model, trained, optimizer = ready or tracked(cache, entry, size)
-    step, outputs, weights = 0, [], []
+    step, outputs, weights, pooled = 0, [], [], set[str]()
     for p in cache.passes(epochs=entry.epochs):
         held = 0
         for batch in p.batches(entry.batch, shuffle=entry.shuffle, read_by=entry.read_by):
             (trained(batch) * batch.weight).backward()
             counted = bool(batch.weight)
+            pooled |= {*batch.pooled}
             outputs.append([one.numpy()[: None if counted else 0].copy() for one in model.looked_up])
             weights.append([one.grad.numpy()[: None if counted else 0] / size for one in model.weights])
             held += 1
@@ -216,7 +218,7 @@ def run(
                 cache.commit()
             each_step(step)
     found = {f"dense.{name}": value.numpy().copy() for name, value in model.state_dict().items()}
-    return found | {"outputs": outputs, "weights": weights}
+    return found | {"outputs": outputs, "weights": weights, "pooled": sorted(pooled)}
 
 
 def known(name: str | dict[str, Any]) -> Entry:
@@ -322,18 +324,3 @@ def leave_a_loop(ranks: AnyCommunicator, name: str, folder: str) -> list[str]:
     finally:
         sys.unraisablehook = before
     return found
-
-
-def refused(ranks: AnyCommunicator, name: str, folder: str, *, what: str) -> None:
-    """Try a refused operation on all ranks."""
-    entry = known(name)
-    wrong: dict[str, Any] = {
-        "a table that there is not": {"sharding": {"t9": "row_wise"}},
-        "a kind that there is not": {"sharding": {"t0": "replicate"}},
-        "another number of ranks": {"sharding": entry.sharding(entry, ranks.size + 1)},
-        "a wire dtype": {"comm_dtype": "int8"},
-        "another store's tables": {},
-    }
-    if what in wrong:
-        passes, options = tc.PassDataset.open(Path(folder) / "passes"), {"device_budget": "1MiB", "host_budget": "9MiB"}
-        tc.TierCache(Path(folder) / "model.tc", passes, **gathered(options | wrong[what]))

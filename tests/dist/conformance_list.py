@@ -68,6 +68,18 @@ SHARED = (
     *(Spec(name=f"g{i}", table=f"t{i}", hotness="ragged", mode=mode) for i, mode in enumerate(["sum", "mean"] * 2)),
     *(Spec(name=f"h{i}", table=f"t{i}", hotness="multi_hot", length=2) for i in range(4)),
 )
+
+
+def of_four(*rules: Any, **options: Any) -> Entry:
+    """Return an entry of four tables by these optimizers: shared, and in every sharding, unless told otherwise."""
+    return Entry(**tables_of(FOUR, *rules), **{"specs": SHARED, "sharding": ALL} | options)
+
+
+def of_six(sharding: Callable[[Entry, int], ShardingPlan]) -> Entry:
+    """Return an entry of six tables with a feature each."""
+    return Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=sharding)
+
+
 EVERYTHING = Entry(
     **tables_of((*FOUR, (9, 1), (33, 7), (44, 15), (25, 16)), *RULES, tc.optim.Adagrad(learning_rate=0.05)),
     specs=(
@@ -81,15 +93,29 @@ EVERYTHING = Entry(
     sharding=ALL, accumulate=2, singles=("list", "last"),
 )  # fmt: skip
 
+POOLED = Entry(
+    **tables_of(((3000, 5), (3000, 15), (3000, 16), (3000, 16)), *RULES),
+    specs=(
+        Spec(name="one", table="t0"), Spec(name="mean", table="t0", hotness="ragged", mode="mean"),
+        Spec(name="weighted", table="t1", hotness="ragged", weighted=True),
+        Spec(name="list", table="t1", hotness="multi_hot", length=6, mode="mean"),
+        Spec(name="ragged", table="t2", hotness="ragged"), Spec(name="other", table="t2"),
+        Spec(name="max", table="t3", hotness="multi_hot", length=4, mode="max"),
+        Spec(name="sum", table="t3", hotness="multi_hot", length=4),
+    ),
+    sharding=in_turn("table_wise"), num_samples=113, pass_samples=60, accumulate=2, epochs=2, twice=True,
+)  # fmt: skip
+"""Enough keys that nearly all rows of a batch are unique; the last batch of a pass leaves ranks without samples."""
+
 MERLIN = {
-    "basic": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=strategy("basic")),
-    "row slices": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=in_turn("row_wise")),
-    "all replicated": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=in_turn("data_parallel")),
-    "memory balanced": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=strategy("memory_balanced")),
-    "memory optimized": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=strategy("memory_optimized")),
-    "by cost": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=strategy("cost")),
-    "shared tables": Entry(
-        **tables_of(FOUR), specs=(*a_feature_each(4), *(Spec(name=f"g{i}", table=f"t{i // 2}") for i in range(4))),
+    "basic": of_six(strategy("basic")),
+    "row slices": of_six(in_turn("row_wise")),
+    "all replicated": of_six(in_turn("data_parallel")),
+    "memory balanced": of_six(strategy("memory_balanced")),
+    "memory optimized": of_six(strategy("memory_optimized")),
+    "by cost": of_six(strategy("cost")),
+    "shared tables": of_four(
+        specs=(*a_feature_each(4), *(Spec(name=f"g{i}", table=f"t{i // 2}") for i in range(4))),
         sharding=strategy("basic"),
     ),
     "column slices merged on a rank": Entry(
@@ -136,78 +162,60 @@ MERLIN |= {
 test_conformance.py for what is refused here; a batch that ranks do not divide trains."""
 
 BEYOND = {
-    "means": Entry(**tables_of(FOUR), specs=a_feature_each(4, MEAN, LIST | {"mode": "mean"}), sharding=ALL),
-    "largest of a bag": Entry(**tables_of(FOUR), specs=a_feature_each(4, MEAN | {"mode": "max"}), sharding=ALL),
-    "row slices of lists": Entry(
-        **tables_of(FOUR), specs=a_feature_each(4, LIST, RAGGED), sharding=in_turn("row_wise")
+    "means": of_four(specs=a_feature_each(4, MEAN, LIST | {"mode": "mean"})),
+    "largest of a bag": of_four(specs=a_feature_each(4, MEAN | {"mode": "max"})),
+    "row slices of lists": of_four(specs=a_feature_each(4, LIST, RAGGED), sharding=in_turn("row_wise")),
+    "shared tables in every sharding": of_four(),
+    "shared tables in column slices": of_four(sharding=in_turn("column_wise")),
+    "replicated tables of ragged lists": of_four(
+        specs=a_feature_each(4, RAGGED, MEAN), sharding=in_turn("data_parallel"),
     ),
-    "shared tables in every sharding": Entry(**tables_of(FOUR), specs=SHARED, sharding=ALL),
-    "shared tables in column slices": Entry(**tables_of(FOUR), specs=SHARED, sharding=in_turn("column_wise")),
-    "replicated tables of ragged lists": Entry(
-        **tables_of(FOUR), specs=a_feature_each(4, RAGGED, MEAN), sharding=in_turn("data_parallel")
-    ),
-    "empty bags": Entry(**tables_of(FOUR), specs=a_feature_each(4, RAGGED, MEAN), sharding=ALL, empty=0.9),
-    "sgd with decay": Entry(**tables_of(FOUR, RULES[0]), specs=SHARED, sharding=ALL),
-    "adagrad with decay": Entry(**tables_of(FOUR, RULES[1]), specs=SHARED, sharding=ALL),
-    "row-wise adagrad with decay": Entry(**tables_of(FOUR, RULES[2]), specs=SHARED, sharding=ALL),
-    "row-wise adagrad in column slices": Entry(
-        **tables_of(FOUR, RULES[2]), specs=SHARED, sharding=in_turn("column_wise"), accumulate=2
-    ),
-    "momentum and row-wise adam in column slices": Entry(
-        **tables_of(FOUR, *NEWER), specs=SHARED, sharding=in_turn("column_wise"), accumulate=2
-    ),
-    "momentum and row-wise adam": Entry(**tables_of(FOUR, *NEWER), specs=SHARED, sharding=ALL),
-    "adam with decay": Entry(**tables_of(FOUR, RULES[3]), specs=SHARED, sharding=ALL),
+    "empty bags": of_four(specs=a_feature_each(4, RAGGED, MEAN), empty=0.9),
+    "sgd with decay": of_four(RULES[0]),
+    "adagrad with decay": of_four(RULES[1]),
+    "row-wise adagrad with decay": of_four(RULES[2]),
+    "row-wise adagrad in column slices": of_four(RULES[2], sharding=in_turn("column_wise"), accumulate=2),
+    "momentum and row-wise adam in column slices": of_four(*NEWER, sharding=in_turn("column_wise"), accumulate=2),
+    "momentum and row-wise adam": of_four(*NEWER),
+    "adam with decay": of_four(RULES[3]),
     "duplicates in a bag and between ranks": Entry(
         **tables_of(((3, 8), (2, 5), (1, 12), (2, 8)), *RULES), specs=a_feature_each(4, LIST | {"length": 5}, RAGGED),
         sharding=ALL,
     ),
-    "a last batch of one sample": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, num_samples=50, pass_samples=33
+    "a last batch of one sample": of_four(*RULES, num_samples=50, pass_samples=33),
+    "batches of one sample": of_four(*RULES, num_samples=5, pass_samples=3, batch=1),
+    "weights with gradients": of_four(
+        *RULES, specs=a_feature_each(4, RAGGED | {"weighted": True}, MEAN | {"weighted": True}),
     ),
-    "batches of one sample": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, num_samples=5, pass_samples=3, batch=1
-    ),
-    "weights with gradients": Entry(
-        **tables_of(FOUR, *RULES), specs=a_feature_each(4, RAGGED | {"weighted": True}, MEAN | {"weighted": True}),
-        sharding=ALL,
-    ),
-    "single vectors": Entry(
-        **tables_of(FOUR, *RULES), specs=(*SHARED, Spec(name="pooled", table="t1", hotness="ragged")), sharding=ALL,
+    "single vectors": of_four(
+        *RULES, specs=(*SHARED, Spec(name="pooled", table="t1", hotness="ragged")),
         singles=tuple(spec.name for spec in SHARED),
     ),
-    "two modules": Entry(**tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, twice=True),
-    "gradients of several batches": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, accumulate=3, num_samples=200, pass_samples=100
-    ),
-    "changed learning rates": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, rates={1: (0.3, None), 3: (0.01, ("t1", "t2"))}
-    ),
-    "rows without a gradient": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, idle=("f0", "g1", "h2", "h3"), accumulate=2
-    ),
-    "dropped gradients": Entry(**tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, discarded=(1, 4)),
-    "a commit every third pass": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, pass_samples=16, options={"commit_every": 3}
-    ),
-    "a commit after every step": Entry(**tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, commits=True),
-    "a shuffled order of passes": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, pass_samples=16, epochs=2, options={"order_seed": 5}
-    ),
-    "passes in the order of their overlap": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, pass_samples=16, epochs=2, options={"order": "overlap"}
-    ),
+    "two modules": of_four(*RULES, twice=True),
+    "gradients of several batches": of_four(*RULES, accumulate=3, num_samples=200, pass_samples=100),
+    "changed learning rates": of_four(*RULES, rates={1: (0.3, None), 3: (0.01, ("t1", "t2"))}),
+    "rows without a gradient": of_four(*RULES, idle=("f0", "g1", "h2", "h3"), accumulate=2),
+    "dropped gradients": of_four(*RULES, discarded=(1, 4)),
+    "a commit every third pass": of_four(*RULES, pass_samples=16, options={"commit_every": 3}),
+    "a commit after every step": of_four(*RULES, commits=True),
+    "a shuffled order of passes": of_four(*RULES, pass_samples=16, epochs=2, options={"order_seed": 5}),
+    "passes in the order of their overlap": of_four(*RULES, pass_samples=16, epochs=2, options={"order": "overlap"}),
     "dims from 1 to 130": Entry(
         **tables_of([(20, dim) for dim in (1, 2, 3, 7, 31, 64, 127, 128, 130)], *RULES),
         specs=a_feature_each(9, RAGGED, {}),
         sharding=in_turn("row_wise", "column_wise", "data_parallel", "table_wise", "column_wise"),
     ),
     "everything at once": EVERYTHING,
+    "pooled by owners": POOLED,
+    "pooled by owners of column slices": replace(POOLED, sharding=in_turn("column_wise")),
 }  # fmt: skip
 BEYOND |= {
     f"{name}, read by owner": replace(BEYOND[name], read_by="owner")
-    for name in ("empty bags", "shared tables in column slices", "batches of one sample", "everything at once")
-}
+    for name in (
+        "empty bags", "shared tables in column slices", "batches of one sample", "everything at once",
+        "pooled by owners", "pooled by owners of column slices",
+    )
+}  # fmt: skip
 
 EXACT = Entry(
     **tables_of(
@@ -231,17 +239,14 @@ OTHERS = {
         sharding=in_turn("table_wise", "row_wise", "data_parallel", "row_wise"),
     ),
     "many steps": replace(EVERYTHING, num_samples=640, pass_samples=160, epochs=5, singles=()),
-    "three epochs": replace(EVERYTHING, epochs=3),
+    "pooled nowhere": replace(POOLED, by_rows=True),
     "keys of 32 and of 64 bits": Entry(
         **tables_of(((40, 8), (30, 4))), sharding=in_turn("row_wise", "column_wise"), pass_samples=32,
         specs=(Spec(name="narrow", table="t0"), Spec(name="wide", table="t0"), Spec(name="list", table="t1", **RAGGED)),
     ),
-    "evaluated": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, pass_samples=16, options={"eval_budget": 6000}
-    ),
-    "evaluated, with rows for unknown keys": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED,
-        sharding=in_turn("row_wise", "table_wise", "column_wise", "data_parallel"),
+    "evaluated": of_four(*RULES, pass_samples=16, options={"eval_budget": 6000}),
+    "evaluated, with rows for unknown keys": of_four(
+        *RULES, sharding=in_turn("row_wise", "table_wise", "column_wise", "data_parallel"),
         pass_samples=16, unknown=0.1,
     ),
 }  # fmt: skip

@@ -21,7 +21,6 @@ class _Agreeing:
     size: int
 
     def agree(self, what: str, error: BaseException | None = None) -> None:
-        """Raise an error if any rank has one."""
         told = self.all_gather_object(None if error is None else str(error))
         if error is not None:
             raise error
@@ -44,7 +43,6 @@ class _Agreeing:
         raise NotImplementedError
 
     def all_reduce_min(self, values: Sequence[int], what: str = "") -> list[int]:
-        """Return the minimum of each value."""
         return [min(column) for column in zip(*self.all_gather_object([*values], what), strict=True)]
 
 
@@ -56,7 +54,6 @@ class _Threads(_Agreeing):
         self._shared, self._barrier = shared, barrier
 
     def all_gather_object(self, mine: Any, what: str = "") -> list[Any]:
-        """Gather an object from each rank."""
         try:
             self._barrier.wait()
             self._shared[self.rank] = json.dumps(mine)

@@ -109,7 +109,6 @@ def train_whole(passes: tc.PassDataset) -> list[float]:
 
 
 def main() -> None:
-    """Train both ways and compare."""
     parser = argparse.ArgumentParser(description="A dense part in two stages on two devices, embeddings on both.")
     parser.add_argument("--folder", type=Path, help="where everything goes; a temporary folder where not given")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda: each rank on the GPU of its LOCAL_RANK")

@@ -1,7 +1,7 @@
 """Processes that play the ranks of every test of a session, so that no test waits for torch to be imported.
 
-``pool.run(3, "tests.dist.bodies:name", number=5)`` calls ``name(ranks, number=5)`` on three ranks, in process groups
-made for this run, and returns each one's result. Nothing here is imported before the thread counts are set.
+``pool.run(3, body, number=5)`` calls ``body(ranks, number=5)`` on three ranks, in process groups made for this run, and
+returns each one's result. Nothing here is imported before the thread counts are set.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
@@ -71,8 +72,24 @@ class RanksPool:
     def __exit__(self, *_: object) -> None:
         self._kill()
 
-    def run(self, size: int, body: str, *, limit: float = LIMIT_SECONDS, **arguments: Any) -> list[Any]:
-        """Call ``body`` ("module:name") on ``size`` ranks with JSON arguments; return JSON values and arrays by rank.
+    def start(self) -> None:
+        """Start the processes, unless they are there."""
+        if not self._processes:
+            self._start()
+
+    def kill(self, *ranks: int) -> None:
+        """Kill the processes of some ranks, during a run, or all, so that the next run starts new ones."""
+        for rank in ranks:
+            self._processes[rank].kill()
+        if not ranks:
+            self._kill()
+
+    def run(
+        self, size: int, body: str | Callable[..., Any], *, limit: float = LIMIT_SECONDS, **arguments: Any
+    ) -> list[Any]:
+        """Call ``body`` on ``size`` ranks with JSON arguments; return JSON values and arrays by rank.
+
+        It is a function of a module, or "module:name".
 
         After ``limit`` seconds, or when a rank dies, all processes are killed and the test fails with all ranks'
         output; the next run starts new ones.
@@ -81,19 +98,19 @@ class RanksPool:
         errors = [answer if isinstance(answer, Raised) else None for answer in told]
         if any(errors):
             words = [f"rank {rank}: {error.text}" for rank, error in enumerate(errors) if error]
-            raise RunFailedError("\n".join([f"{body} on {size} ranks", *words, self._output(size)]), errors)
+            raise RunFailedError("\n".join([f"{_name_of(body)} on {size} ranks", *words, self._output(size)]), errors)
         return told
 
     def errors(
-        self, size: int, body: str, *, limit: float = LIMIT_SECONDS, **arguments: Any
+        self, size: int, body: str | Callable[..., Any], *, limit: float = LIMIT_SECONDS, **arguments: Any
     ) -> list[tuple[str, str] | None]:
         """Do the same as ``run``, for bodies that raise: each rank's error as (type, message), None if it returned."""
         told = self._call(size, body, limit, arguments)
         return [(answer.kind, answer.sentence) if isinstance(answer, Raised) else None for answer in told]
 
-    def _call(self, size: int, body: str, limit: float, arguments: dict[str, Any]) -> list[Any]:
-        if not self._processes:
-            self._start()
+    def _call(self, size: int, body: str | Callable[..., Any], limit: float, arguments: dict[str, Any]) -> list[Any]:
+        self.start()
+        body = _name_of(body)
         self._runs += 1
         until = time.monotonic() + limit
         for pipe in self._pipes[:size]:
@@ -168,6 +185,10 @@ class RanksPool:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes, self._store = [], [], None
+
+
+def _name_of(body: str | Callable[..., Any]) -> str:
+    return body if isinstance(body, str) else f"{body.__module__}:{body.__qualname__}"
 
 
 def serve(rank: int, pipe: Connection, port: int, log: str) -> None:

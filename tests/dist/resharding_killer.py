@@ -5,7 +5,7 @@
 Every rank opens the store as a training does, and so reads the old rows and writes new ones. One rank, or all, are
 killed just before or after a call that touches the disk, or at a random instant; some are killed again as they start
 over, or the old ranks open the store in between. After each kill it must be at the old or the new commit, with their
-bits; at the end at the new one, with the bits and the blobs of a run without a kill and without other ranks' folders.
+bits; at the end at the new one, with the bits of a run without a kill, and without other blobs or ranks' folders.
 Ends with status 1 otherwise.
 """
 
@@ -19,7 +19,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from tests.crash.killer import Killer
 from tests.crash.outcome import FAILING, EnoughError, Found, Outcome
 from tests.crash.points import unwatch, watch
 from tests.crash.schedule import After, At, Death, die
+from tests.dist.changes_killer import digest_of, leftovers
 from tests.dist.meeting import Processes
 from tests.dist.reshardings import let_through, one_case, sharded, ways
 from tests.dist.shards_killer import options_of, run
@@ -86,47 +87,12 @@ def opened(path: Path, ranks: Any, num_ranks: int, turn: int, folders: Sequence[
     )
 
 
-def contents(store: Store) -> dict[str, Any]:
-    """Return a store's position, rows and states; and the records and blobs of each rank."""
-    rows = []
-    for table in store.tables:
-        chunks = list(store.scan(table.name))  # in hash order, from all ranks
-        arrays = [
-            [keys for keys, _ in chunks],
-            *([fields[i] for _, fields in chunks] for i in range(len(table.fields))),
-        ]
-        rows.append(_digest(b"".join(array.tobytes() for array in some) for some in arrays))
-    records = []
-    for rank in ranks_of(store):
-        assert rank.commit is not None
-        # these have the digests of segments' descriptions: the checksums that verification compares
-        records.append(_digest([rank.commit.to_bytes(), rank.commit.own.to_bytes()]))
-    return {
-        "cursor": list(store.commit.cursor),
-        "rows": rows,
-        "states": [_digest([rank.state()]) for rank in ranks_of(store)],
-        "records": records,
-        "blobs": [sorted(rank.reader.stored()) for rank in ranks_of(store)],
-    }
-
-
-def whole(path: Path) -> tuple[int, dict[str, Any], list[str]]:
-    """Return the newest commit and the contents of a store, and the problems of its ranks."""
+def whole(path: Path) -> tuple[int, list[str], list[str]]:
+    """Return the newest commit of a store, the digests of its contents and of its ranks' states, and its problems."""
     with Store.open(path, mode="r") as store, contextlib.redirect_stdout(io.StringIO()):
+        states = hashlib.sha256(b"".join(b"%d " % len(rank.state()) + rank.state() for rank in store.parts))
         report, _ = verify_store(store)
-        return store.commit.id, contents(store), report["problems"]
-
-
-def ranks_of(store: Store) -> Sequence[Store]:
-    """Return the store of each rank."""
-    return store.ranks or [store]
-
-
-def _digest(data: Iterable[bytes]) -> str:
-    found = hashlib.sha256()
-    for some in data:
-        found.update(b"%d " % len(some) + some)
-    return found.hexdigest()
+        return store.commit.id, [digest_of(store), states.hexdigest()], report["problems"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +109,6 @@ class InPhase:
 
     @contextlib.contextmanager
     def armed(self, folder: Path, rank: int, teller: Teller) -> Iterator[None]:
-        """Watch, and die at the point."""
         seen: list[None] = []
 
         def reached(*_: object) -> None:
@@ -157,7 +122,6 @@ class InPhase:
         yield
 
     def count(self, ended: Ended, counts: Counter[str]) -> None:
-        """Count the kill's phase."""
         counts[self.phase] += ended.killed > 0
 
 
@@ -207,19 +171,15 @@ class Resharding:
             self._disks.rename(self._old_disks)
         self.begin(folder / "new")
         path = folder / "new" / "s"
+        begun = time.monotonic()
         ended = _without_a_kill(way.after, third)
+        self.seconds = time.monotonic() - begun
         (self.new,) = ended.of("whole")
         assert self.new[2] == []
         self.points = [(name, rank, n) for rank, seen in ended.of("points") for name, n in sorted(seen.items())]
         shutil.rmtree(folder / "new")
-        self.begin(folder / "new")  # once more without watching points, for the timing
-        begun = time.monotonic()
-        _without_a_kill(way.after, lambda ranks, _: self._walk(path, ranks))
-        self.seconds = time.monotonic() - begun
-        shutil.rmtree(folder / "new")
 
     def begin(self, folder: Path) -> None:
-        """Copy the old ranks' store."""
         self._turns += 1
         shutil.copytree(self.template.parent, folder, dirs_exist_ok=True)
         shutil.rmtree(self._disks, ignore_errors=True)
@@ -283,9 +243,10 @@ class Resharding:
             return "no", looked.of("error")
         ((id_, found, wrong),) = looked.of("whole")
         stands = "old" if id_ == self.old[0] else "new"
-        for name, value in (self.old if stands == "old" else self.new)[1].items():
-            if found[name] != value and (last or name != "blobs"):  # the next opening drops a kill's leftovers
-                wrong.append(f"it stands with {stands} ranks with other {name}: {found[name]}")
+        if found != list((self.old if stands == "old" else self.new)[1]):
+            wrong.append(f"it stands with {stands} ranks with other rows or states")
+        if last:
+            wrong += run(1, lambda _, teller: teller.say("left", leftovers(path))).of("left")[0]
         return stands, wrong
 
     def _walk(self, path: Path, ranks: Processes) -> None:
@@ -307,7 +268,6 @@ def _open(path: Path, ranks: Processes, num_ranks: int, turn: int, folders: Sequ
 
 
 def _stands(path: Path) -> int:
-    """Return the newest commit of a store."""
     record = newest_record(path)
     assert record is not None
     return int(record.id)

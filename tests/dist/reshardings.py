@@ -1,6 +1,6 @@
 """A small training of a sharded store that is divided again: its case, sharding plans, and each rank's part."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import nn
 
 import tiercache as tc
 from tests.dist.meeting import meet
+from tests.dist.trainings import step_by
 from tests.train.cases import Case, Kept, Net, Spec, table, tiered
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.resharding import reshard
@@ -35,7 +36,6 @@ def one_case(**options: Any) -> Case:
 
 
 def ways(size: int, turn: int) -> ShardingPlan:
-    """Return sharding plans of all kinds."""
     whole = TableSharding("table_wise", (Slice(size - 1, 0, 5),))
     columns = sliced(6, list(range(size))) if size > 1 else TableSharding("row_wise")
     kinds = [whole, columns, TableSharding("data_parallel")]
@@ -45,52 +45,31 @@ def ways(size: int, turn: int) -> ShardingPlan:
 
 
 def train_to_cursor(
-    store: Store,
-    passes: Any,
-    case: Case,
-    cursor: tuple[int, int],
-    *,
-    skip: Collection[int] = (),
-    seed: int = 99,
-    shards: ShardWriter | None = None,
-) -> Net:
-    """Train from the store's position to a commit at ``cursor``; passes in ``skip`` load and dump their rows untrained.
-
-    shards: the writer of the store, which publishes its commits.
-    """
-    last_pass, sample_end = cursor
-    with tiered(store, passes, order_seed=case.order_seed) as cache:
-        torch.manual_seed(seed)
+    store: Store, passes: Any, case: Case, cursor: tuple[int, int], *, shards: ShardWriter | None = None
+) -> None:
+    """Train from the store's position to a commit at ``cursor``, which the writer of the store publishes."""
+    with tiered(store, passes) as cache:
+        torch.manual_seed(1)
         model = Net(cache, case)
-        optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
-        cache.register(model=model, optimizer=optimizer)
-        optimizer = cache.optimizer
+        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5))
         for p in cache.passes(epochs=10):
             publish(cache, shards)
             if cursor == (p.index, 0):
                 break
-            batches = [] if p.index in skip else p.batches(case.batch, shuffle=case.shuffle)
-            for batch in batches:
-                nn.BCEWithLogitsLoss()(model(batch), batch.label).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if (p.index, p.samples_done) == (last_pass, sample_end):
+            for batch in p.batches(case.batch, shuffle=case.shuffle):
+                step_by(cache, nn.BCEWithLogitsLoss()(model(batch), batch.label))
+                if (p.index, p.samples_done) == cursor:
                     cache.commit()
                     publish(cache, shards)
                     break
             if cursor == (p.index, p.samples_done):
                 break
-            if p.index in skip:
-                p.skip()
     assert store.commit.cursor == cursor
-    return model
 
 
-def let_through(
-    store: Store, share: Any, last_pass: int, order_seed: int | None = None, *, shards: ShardWriter | None = None
-) -> None:
+def let_through(store: Store, share: Any, last_pass: int, *, shards: ShardWriter | None = None) -> None:
     """Bring a rank's rows through the passes before ``last_pass``, untrained, with the dense state as it is."""
-    with tiered(store, share, order_seed=order_seed) as cache:
+    with tiered(store, share) as cache:
         cache.register(model=Kept(), optimizer=Kept())
         for p in cache.passes(epochs=10):
             publish(cache, shards)
@@ -108,7 +87,6 @@ def publish(cache: tc.TierCache, shards: ShardWriter | None) -> None:
 
 
 def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:
-    """Run a body on threads, each a rank, and raise the first one's error."""
     found = meet(size, body) if size > 1 else [body(communicator_of())]
     for one in found:
         if isinstance(one, Exception):
@@ -117,7 +95,6 @@ def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:
 
 
 def made(path: Path, passes: tc.PassDataset, sharding: ShardingPlan, ranks: Any, **options: Any) -> ShardWriter:
-    """Open shards, or rewrite them."""
     share = ShardView(passes, sharding, ranks.rank)
     return reshard(path, share, ranks, **options)
 
@@ -126,4 +103,4 @@ def sharded(path: Path, case: Case, passes: tc.PassDataset, cursor: tuple[int, i
     """Train a store of one rank to a commit."""
     alone = ShardView(passes, ways(1, 0), 0)
     with ShardWriter.open(path, case.tables, alone.sharding, communicator_of(), engine=engine) as shards:
-        train_to_cursor(shards.store, alone, case, cursor, seed=1, shards=shards)
+        train_to_cursor(shards.store, alone, case, cursor, shards=shards)

@@ -78,7 +78,6 @@ class ShardWorld(World):
 
 
 def whole_passes() -> list[dict[str, NDArray[np.int64]]]:
-    """Return the keys of each table in each pass."""
     return World(TABLES, num_passes=NUM_PASSES, universe=UNIVERSE, keys_per_pass=25).passes
 
 
@@ -130,7 +129,6 @@ def take(shards: ShardWriter, world: ShardWorld, note: Callable[..., None] = lam
 
 
 def roll_back(path: Path, to: int) -> Commit:
-    """Roll all shards of a store back to a commit."""
     with Store.open(path) as store:
         return store.rollback(to)
 
@@ -208,23 +206,15 @@ class OneStore(StoreReads):
 
     @property
     def parts(self) -> Sequence[Store]:
-        """The store of each rank."""
         return self._shards
 
     @property
     def snapshot(self) -> Any:
-        """The newest commit of rank 0."""
         return self.parts[0].snapshot
 
     @property
     def commit(self) -> Any:
-        """The newest commit of rank 0."""
         return self.parts[0].commit
-
-
-def one_store(tables: Sequence[Table], sharding: ShardingPlan, shards: Sequence[Store]) -> Any:
-    """Return the rows of ranks in memory, at their newest commits."""
-    return OneStore(tables, sharding, shards)
 
 
 def old_shards(sharding: ShardingPlan, commits: int) -> list[Store]:
@@ -240,20 +230,42 @@ def old_shards(sharding: ShardingPlan, commits: int) -> list[Store]:
     return shards
 
 
+def on_ranks(
+    path: Path, num_ranks: int, body: Callable[[Any, ShardWriter, ShardWorld], Any], **options: Any
+) -> list[Any]:
+    """Open the store on ranks and call ``body`` on each; returns each one's result or error."""
+
+    def run(ranks: Any) -> Any:
+        shards, world = opened(path, ranks, **options)
+        with shards:
+            return body(ranks, shards, world)
+
+    return meet(num_ranks, run)
+
+
 def train_shards(path: Path, num_ranks: int, commits: int, **options: Any) -> list[Any]:
     """Make ``commits`` commits on ``num_ranks`` ranks; returns each rank's error, or None."""
 
-    def body(ranks: Any) -> None:
-        shards, world = opened(path, ranks, **options)
-        with shards:
-            for _ in range(commits):
-                take(shards, world)
+    def body(_: Any, shards: ShardWriter, world: ShardWorld) -> None:
+        for _ in range(commits):
+            take(shards, world)
 
-    return meet(num_ranks, body)
+    return on_ranks(path, num_ranks, body, **options)
+
+
+def train_on(path: Path, num_ranks: int, commits: int, at: Cursor | None = None, **options: Any) -> None:
+    """Make ``commits`` commits on ``num_ranks`` ranks, without an error; ``at``: the store then is at this cursor."""
+    assert train_shards(path, num_ranks, commits, **options) == [None] * num_ranks
+    if at is not None:
+        check_shards(path, at)
+
+
+def divide_among(path: Path, num_ranks: int, turn: int = 0, **options: Any) -> list[Any]:
+    """Divide a store among ``num_ranks`` ranks; returns each rank's error, or None."""
+    return meet(num_ranks, lambda ranks: divide_anew(path, ranks, sharding_on(num_ranks, turn), **options))
 
 
 def check_shards(path: Path, cursor: Cursor) -> None:
-    """Assert that the store is at a cursor, with its rows."""
     with Store.open(path, mode="r") as store:
         assert store.commit.cursor == cursor
         assert list(problems(store)) == []
@@ -274,10 +286,8 @@ def sentences(errors: list[Any]) -> str:
 def ahead(path: Path, num_ranks: int, *who: int) -> None:
     """Have some ranks prepare a commit that is not published."""
 
-    def body(ranks: Any) -> None:
-        shards, world = opened(path, ranks)
-        with shards:
-            if ranks.rank in who:
-                advance(shards.store, world, shards.cursor)
+    def body(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:
+        if ranks.rank in who:
+            advance(shards.store, world, shards.cursor)
 
-    assert meet(num_ranks, body) == [None] * num_ranks
+    assert on_ranks(path, num_ranks, body) == [None] * num_ranks

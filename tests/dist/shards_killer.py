@@ -2,8 +2,8 @@
 
     python -m tests.dist.shards_killer --folder DIR [--kills N] [--engine lmdb] [--seed N]
 
-A run makes the store, trains a few commits, closes and opens it, divides it again and trains on. One rank, or all, are
-killed just before or after a call that touches the disk, or at a random instant; some are killed again as they resume.
+A run makes the store, trains a few commits, closes and opens it, and trains on. One rank, or all, are killed just
+before or after a call that touches the disk, or at a random instant; some are killed again as they resume.
 Then the store must be at one cursor on all shards, the newest recorded or the one being made, with its rows, and
 continue to the end, with no leftovers. Ends with status 1 otherwise.
 """
@@ -16,8 +16,7 @@ import json
 import socket
 import sys
 from collections import Counter
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -26,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 from tests.crash import child
 from tests.crash.killer import Killer
 from tests.crash.outcome import FAILING, EnoughError, Found
-from tests.crash.points import Point, unwatch, watch
-from tests.crash.schedule import After, At, die, spread
+from tests.crash.points import Point, unwatch
+from tests.crash.schedule import After, At, spread
 from tests.dist.meeting import Processes, meet
-from tests.dist.sharded_world import divide_anew, opened, problems, sharding_on, take
+from tests.dist.sharded_world import opened, problems, take
 from tiercache.errors import RankError
 from tiercache.store import Cursor, Store
 from tiercache.store.opening import StoreDirectory, newest_record, open_folder
@@ -43,48 +42,28 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.store.commit import CommitRecord
 
-FIRST, LAST = Cursor(2), Cursor(4)
-"""The cursor of the division, and the last one."""
+HALF, LAST = Cursor(2), Cursor(4)
+"""The cursor at which the ranks close the store and open it again, and the last one."""
 NONE = (-1, -1)
 """The position of a store without a commit."""
-PHASES = ("open", "append", "prepare and publish", "divide", "switch and delete")
+PHASES = ("open", "append", "prepare and publish")
 
 
-def note(teller: Teller, *, begun: Cursor | None = None, done: Cursor | None = None, switching: bool = False) -> None:
-    """Note a commit that may be found from now on, or must be, or that new shards replace the old ones."""
+def note(teller: Teller, *, begun: Cursor | None = None, done: Cursor | None = None) -> None:
+    """Note a commit that may be found from now on, or must be."""
     teller.note(begun=begun, done=done)
-    if switching:
-        teller.phase = PHASES[4]
-    if begun is not None:
-        teller.phase = PHASES[2]
-    if done is not None:
-        teller.phase = PHASES[1]
+    teller.phase = PHASES[1] if done is not None else PHASES[2]
 
 
 def walk(path: Path, ranks: AnyCommunicator, teller: Teller, engine: str) -> None:
-    """Make or open the store, and continue to the end, dividing it in the middle."""
-    teller.phase = PHASES[0]
-    record = newest_record(path)
-    ranks.agree("reading the newest commit")
-    turn = 0 if record is None else turn_of(record)
-    while True:
+    """Make or open the store, and continue to the end, closing and opening it in the middle."""
+    for until in (HALF, LAST):
         teller.phase = PHASES[0]
-        shards, world = opened(path, ranks, turn, engine=engine)
+        shards, world = opened(path, ranks, engine=engine)
         with shards:
             teller.phase = PHASES[1]
-            until = LAST if turn else FIRST
             while shards.cursor is None or shards.cursor < until:
                 take(shards, world, partial(note, teller))
-        if turn:
-            return
-        teller.phase = PHASES[3]
-        divide_anew(path, ranks, sharding_on(ranks.size, 1), partial(note, teller), engine=engine)
-        turn = 1
-
-
-def turn_of(record: CommitRecord) -> int:
-    """Return the turn of a commit's sharding."""
-    return int(record.sharding == sharding_on(len(record.ranks), 1))
 
 
 def run(
@@ -107,38 +86,6 @@ def run(
 
     ends = [end for pair in pairs for end in pair]
     return child.run(one, processes=num_ranks, sockets=ends, kill_after=kill_after, victim=victim)
-
-
-@dataclass(frozen=True, slots=True)
-class Early:
-    """A kill of a resumed run: a few points from its beginning, or from its first commit."""
-
-    due: int
-    victim: int
-    everyone: bool
-    of_commit: bool
-
-    def __str__(self) -> str:
-        return f"at point {self.due}{' of a commit' * self.of_commit}"
-
-    @contextmanager
-    def armed(self, folder: Path, rank: int, teller: Teller) -> Iterator[None]:
-        """Watch, and die at the point."""
-        first: list[int] = []
-
-        def reached(seen: int, _: Point) -> None:
-            if self.of_commit and teller.phase != PHASES[2]:
-                return
-            first.append(seen)
-            if seen == first[0] + self.due:
-                die(everyone=self.everyone)
-
-        if rank == self.victim:
-            watch(reached)
-        yield
-
-    def count(self, ended: Ended, counts: Counter[str]) -> None:
-        """Count nothing."""
 
 
 class Shards:
@@ -164,12 +111,12 @@ class Shards:
         when = {"kill_after": death.seconds, "victim": death.victim} if isinstance(death, After) else {}
         return run(self.num_ranks, work, **when)
 
-    def again(self, generator: random.Random, runs: list[Ended]) -> Early | None:
-        """Kill some resumed runs again, early, while they open the store."""
+    def again(self, generator: random.Random, runs: list[Ended]) -> At | None:
+        """Kill some resumed runs again, early, while they open the store or make their first commit."""
         if len(runs) > 1 or generator.random() < 0.5:
             return None
-        due, victim = generator.randrange(120), generator.randrange(self.num_ranks)
-        return Early(due, victim, generator.random() < 0.5, generator.random() < 0.5)
+        at, victim = generator.randrange(generator.choice([120, 400])), generator.randrange(self.num_ranks)
+        return At(at, rank=victim, everyone=generator.random() < 0.5)
 
     def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
         """Check the newest commit and read all rows, in a separate process."""
@@ -201,19 +148,18 @@ def look(path: Path, begun: Any, done: Any, teller: Teller, *, last: bool) -> No
 
 
 def stands(record: CommitRecord | None) -> tuple[int, ...]:
-    """Return the cursor of a commit."""
     return NONE if record is None else tuple(record.cursor)
 
 
 def finish(path: Path, num_ranks: int, engine: str, teller: Teller) -> None:
     """Open it for writing on all ranks, report problems, and continue to the end."""
     record = newest_record(path)
-    turn, cursor = 0 if record is None else turn_of(record), stands(record)
+    cursor = stands(record)
     if (path / "rank-1").is_dir() and record is not None and _is_ahead(path, record):
         teller.say("ahead", 1)
 
     def open_all(ranks: AnyCommunicator) -> tuple[int, ...]:
-        shards, _ = opened(path, ranks, turn, engine=engine)
+        shards, _ = opened(path, ranks, engine=engine)
         with shards:
             commit = shards.store.commit
             return NONE if commit is None else tuple(commit.cursor)
@@ -240,13 +186,12 @@ def _is_ahead(path: Path, record: CommitRecord) -> bool:
     opened = open_folder(path / "rank-1", record.tables, engine_of(path), "r", None, create=False)
     try:
         head = opened.engine.newest()
-        return head is not None and len(record.ranks) > 1 and head != record.ranks[1]
+        return head is not None and head != record.ranks[1]
     finally:
         opened.close()
 
 
 def engine_of(path: Path) -> str:
-    """Return the engine of a store."""
     return str(StoreDirectory(path).marker()["engine"])
 
 
@@ -262,7 +207,6 @@ def by_turns(points: list[list[Any]], generator: random.Random) -> Iterator[int]
 
 
 def kill_all(killer: Killer, kills: int, engine: str, phases: Counter[str]) -> None:
-    """Kill ``kills`` times."""
     counts, generator = killer.outcome.counts, killer.random
     for num_ranks in (2, 3):
         killer.workload = Shards(num_ranks, engine)

@@ -1,7 +1,7 @@
 """Forgotten rows and changed settings of a store of several ranks: one commit of all of them."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 
 from tests.dist.meeting import meet
 from tests.dist.pool import RanksPool
-from tests.dist.sharded_world import TABLES, UNIVERSE, divide_anew, problems, sharding_on, train_shards
+from tests.dist.sharded_world import TABLES, UNIVERSE, divide_among, problems, sharding_on, train_on, train_shards
 from tests.dist.trainings import CASES, assert_same_rows, on_ranks, stored
 from tests.store.independent_reader import read_store
 from tiercache.dist.shard_writer import ShardWriter
@@ -35,7 +35,6 @@ KEYS = np.arange(0, UNIVERSE, 3)
 
 
 def rows_of(store: Store) -> dict[str, dict[int, bytes]]:
-    """Return the bytes of every row, by table and key."""
     found: dict[str, dict[int, bytes]] = {}
     for table in store.tables:
         rows = found[table.name] = {}
@@ -45,21 +44,18 @@ def rows_of(store: Store) -> dict[str, dict[int, bytes]]:
 
 
 def as_the_format_says(path: Path) -> dict[str, dict[int, bytes]]:
-    """Return the same, by the reader that only follows the format's description."""
     found = read_store(path).tables
     return {name: {key: b"".join(row.fields) for key, row in rows.items()} for name, rows in found.items()}
 
 
 def without(rows: dict[str, dict[int, bytes]], name: str, keys: np.ndarray) -> dict[str, dict[int, bytes]]:
-    """Return rows without some keys of a table."""
     gone = set(keys.tolist())
     return {**rows, name: {key: row for key, row in rows[name].items() if key not in gone}}
 
 
 @pytest.fixture(params=["lmdb", "zarr"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Return a store of three ranks with tables of every sharding."""
-    assert train_shards(tmp_path / "s", 3, 4, engine=request.param, retention=2) == [None] * 3
+    train_on(tmp_path / "s", 3, 4, engine=request.param, retention=2)
     yield tmp_path / "s"
     assert verify(tmp_path / "s")["problems"] == []
 
@@ -94,7 +90,6 @@ def test_rows_of_every_sharding_are_forgotten_on_all_ranks(path: Path, name: str
 
 @pytest.mark.sampled(1)
 def test_rows_that_are_forgotten_now_are_in_no_commit(path: Path) -> None:
-    """But a pinned one, which the report names."""
     with Store.open(path) as store:
         before = rows_of(store)
         done = forget(store, "word", KEYS, now=True)
@@ -110,7 +105,6 @@ def test_rows_that_are_forgotten_now_are_in_no_commit(path: Path) -> None:
 
 @pytest.mark.sampled(1)
 def test_rows_that_no_later_commit_wrote_are_forgotten(path: Path) -> None:
-    """On all ranks, including rows with slices on several."""
     with Store.open(path) as store:
         since = store.commits[0].id
         for name in ("item", "word"):
@@ -119,27 +113,6 @@ def test_rows_that_no_later_commit_wrote_are_forgotten(path: Path) -> None:
             assert 0 < len(kept) < rows
             assert forget(store, name, unused_since=since).rows == rows - len(kept)
             assert set(rows_of(store)[name]) == kept
-
-
-def test_a_rollback_brings_forgotten_rows_and_settings_back(path: Path) -> None:
-    """On all ranks."""
-    with Store.open(path) as store:
-        before, commit = rows_of(store), store.commit.id
-        forget(store, "item", KEYS)
-        store.rollback(commit)
-        assert rows_of(store) == before
-        faster = [replace(t, optimizer=replace(t.optimizer, learning_rate=0.5)) for t in TABLES]
-        alter(store, faster)
-        assert {t.optimizer.learning_rate for rank in store.ranks for t in rank.tables} == {0.5}
-        store.rollback(store.commits[0].id)
-        assert [t.to_record() for t in store.tables] == [t.to_record() for t in sorted(TABLES, key=by_id)]
-        assert {t.optimizer.learning_rate for rank in store.ranks for t in rank.tables if t.name != "day"} == {0.1}
-        assert rows_of(store) == before
-
-
-def by_id(table: Table) -> int:
-    """Return the sort key of tables."""
-    return table.table_id & ((1 << 64) - 1)
 
 
 def test_settings_of_all_ranks_change_in_one_commit(path: Path) -> None:
@@ -184,7 +157,7 @@ CHANGES = {
 def test_tables_of_several_ranks_change_as_those_of_one(path: Path, tmp_path: Path, change: str) -> None:
     """Rows, before and after a rewrite, equal those in a store of one rank with the same alteration."""
     shutil.copytree(path, tmp_path / "one")
-    assert meet(1, lambda ranks: divide_anew(tmp_path / "one", ranks, sharding_on(1))) == [None]
+    assert divide_among(tmp_path / "one", 1) == [None]
     with Store.open(path) as store, Store.open(tmp_path / "one") as one:
         before, state, kept = rows_of(store), store.state(), store.commit.id
         assert before == rows_of(one)
@@ -202,10 +175,7 @@ def test_tables_of_several_ranks_change_as_those_of_one(path: Path, tmp_path: Pa
     with Store.open(path, mode="r") as store:
         assert rows_of(store) == after
     assert verify(path)["problems"] == []
-    words = {
-        name: {key: b"".join(row.fields) for key, row in rows.items()} for name, rows in read_store(path).tables.items()
-    }
-    assert words == after
+    assert as_the_format_says(path) == after
     with Store.open(path) as store:
         store.compact()
         assert (rows_of(store), store.waiting_bytes, store.commit.stored) == (after, 0, ())
@@ -217,33 +187,35 @@ def test_tables_of_several_ranks_change_as_those_of_one(path: Path, tmp_path: Pa
             return shards.store.commit.id
 
     assert len({*meet(3, opens)}) == 1
-    words = {
-        name: {key: b"".join(row.fields) for key, row in rows.items()} for name, rows in read_store(path).tables.items()
-    }
-    assert words == after
+    assert as_the_format_says(path) == after
     with Store.open(path) as store, pytest.raises(CommitMissingError):
         store.rollback(kept)
 
 
-@pytest.mark.sampled(1)
-def test_a_rollback_brings_the_tables_and_the_sharding_of_all_ranks_back(path: Path) -> None:
-    """From before an alteration, and to it again."""
+def test_a_rollback_brings_rows_settings_tables_and_sharding_of_all_ranks_back(path: Path) -> None:
+    faster = [replace(t, optimizer=replace(t.optimizer, learning_rate=0.5)) for t in TABLES]
+    steps: dict[str, Callable[[Store], Any]] = {
+        "forgotten": lambda store: forget(store, "item", KEYS).commit,
+        "faster": lambda store: alter(store, faster),
+        "wider": lambda store: alter(store, CHANGES["wider"]()),
+        "fewer": lambda store: alter(store, [replace(table, dim=table.dim + 4) for table in CHANGES["dropped"]()]),
+    }
     with Store.open(path) as store:
-        known = {"first": (store.commit, rows_of(store))}
+        known = {"first": (store.commit, store.tables, rows_of(store))}
         store.pin("first")
-        steps = {
-            "wider": CHANGES["wider"](),
-            "fewer": [replace(table, dim=table.dim + 4) for table in CHANGES["dropped"]()],
-        }
-        for name, tables in steps.items():
-            known[name] = alter(store, tables), rows_of(store)
+        for name, step in steps.items():
+            known[name] = step(store), store.tables, rows_of(store)
             store.pin(name, known[name][0].id)
-        for name in ("wider", "first", "fewer", "wider"):
-            commit, rows = known[name]
-            assert (store.rollback(commit.id).sharding, rows_of(store)) == (commit.sharding, rows)
+        for name in ("wider", "first", "fewer", "faster", "forgotten", "wider"):
+            commit, tables, rows = known[name]
+            assert (store.rollback(commit.id).sharding, store.tables, rows_of(store)) == (commit.sharding, tables, rows)
+            rates = {table.name: table.optimizer.learning_rate for table in tables}
+            assert all(
+                rates[table.name] == table.optimizer.learning_rate for rank in store.ranks for table in rank.tables
+            )
         store.compact()
-        assert rows_of(store) == known["wider"][1]
-    for commit, rows in known.values():
+        assert rows_of(store) == known["wider"][2]
+    for commit, _, rows in known.values():
         with Store.open(path, mode="r", commit=commit.id) as store:
             assert rows_of(store) == rows
 

@@ -19,6 +19,7 @@ from tests.dist.trainings import (
     open_sharded,
     resident,
     stored,
+    train,
 )
 from tests.dist.trainings import trained as trained_by_step
 from tests.train.cases import Case
@@ -30,8 +31,6 @@ from tiercache.store.table import group_tables
 
 LARGE = Case(tables=ONE.tables, specs=ONE.specs, num_samples=3000, num_keys=1 << 20, batch=250, epochs=2, shuffle=False)
 ROW_BYTES = device_bytes(group_tables(LARGE.tables)[0])
-TRAIN = "tests.dist.trainings:train"
-OPEN = "tests.dist.test_budgets:opened"
 SENTENCES = {
     "device_budget": "but device_budget is 4 KiB",
     "host_budget": "host_budget is 1 bytes, but the dump of one",
@@ -42,19 +41,16 @@ TOO_SMALL = {"device_budget": 4096, "host_budget": 1, "store_budget": "1MiB", "c
 
 
 def opened(ranks: AnyCommunicator, folder: str, **options: Any) -> list[int]:
-    """Open the store and leave; return its position."""
     with open_sharded(ONE, folder, **options) as cache:
         return list(cache.store.commit.cursor)
 
 
 def needed(ranks: AnyCommunicator, folder: str, **options: Any) -> int:
-    """Open the store and leave; return the bytes that it needs."""
     with open_sharded(ONE, folder, **options) as cache:
         return cache.store_plan(cache.store.commit.state_bytes).needed
 
 
 def trained_large(ranks: AnyCommunicator, folder: str, **options: Any) -> dict[str, Any]:
-    """Train the large case and return the dense weights."""
     with open_sharded(LARGE, folder, **options) as cache:
         model, optimizer = model_of(cache, LARGE)
         for _ in trained_by_step(cache, LARGE, (model, optimizer)):
@@ -63,7 +59,6 @@ def trained_large(ranks: AnyCommunicator, folder: str, **options: Any) -> dict[s
 
 
 def sharded(kind: str) -> dict[str, str]:
-    """Place all tables of the case alike."""
     return dict.fromkeys([one.name for one in ONE.tables], kind)
 
 
@@ -84,35 +79,47 @@ def held(path: Path) -> list[Any]:
     return [commits, blobs, {name for name in files_of(path) if "schedule" not in Path(name).parts}]
 
 
-def trained(ranks_pool: RanksPool, folder: Path) -> None:
-    """Train the case on two ranks, with two commits kept."""
-    CASES["one"].cut(folder / "passes")
-    ranks_pool.run(2, TRAIN, case="one", folder=str(folder), sharding=sharded("row_wise"), retention=2)
-
-
 def assert_refused(errors: list[tuple[str, str] | None], sentence: str) -> None:
     """Every rank raises: one with the original error, each with the message."""
     assert all(error is not None and sentence in error[1] for error in errors), errors
     assert {"BudgetError", "ValueError"} & {error[0] for error in errors if error is not None}
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("size", "kind"), [(1, "row_wise"), (2, "table_wise")])
-def test_parts_are_not_written_anew_for_a_budget_that_is_too_small(
-    ranks_pool: RanksPool, tmp_path: Path, size: int, kind: str
+OTHER_PASSES: dict[str, Any] = {"reorganize": True, "sharding": sharded("row_wise")}
+"""The options of a training of other passes."""
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("size", "options", "at"),
+    [
+        pytest.param(1, {"sharding": sharded("row_wise"), "retention": 2}, [8, 0], id="one rank"),
+        pytest.param(2, {"sharding": sharded("table_wise"), "retention": 2}, [8, 0], id="another sharding"),
+        pytest.param(2, {"sharding": sharded("row_wise"), "retention": 1}, [8, 0], id="fewer commits"),
+        pytest.param(2, {"sharding": sharded("row_wise"), "retention": 3}, [8, 0], id="more commits"),
+        pytest.param(2, OTHER_PASSES | {"order_seed": None}, [0, 0], id="other passes"),
+        pytest.param(2, OTHER_PASSES | {"order_seed": 5}, [0, 0], id="other passes in another order"),
+    ],
+)
+def test_a_store_is_not_changed_for_a_budget_that_is_too_small(
+    ranks_pool: RanksPool, tmp_path: Path, size: int, options: dict[str, Any], at: list[int]
 ) -> None:
-    """For another number of ranks or another sharding; every file keeps its bytes, and the store its commits."""
-    trained(ranks_pool, tmp_path)
-    rows = stored(tmp_path)
-    before = files_of(tmp_path / "model.tc")
-    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded(kind), "retention": 2}
+    """Not written anew for other ranks or passes, and no commit is dropped: every file keeps its bytes."""
+    CASES["one"].cut(tmp_path / "passes")
+    folder = {"folder": str(tmp_path)}
+    ranks_pool.run(2, train, case="one", **folder, sharding=sharded("row_wise"), retention=2)
+    rows, before = stored(tmp_path), files_of(tmp_path / "model.tc")
+    if "reorganize" in options:
+        (tmp_path / "passes").rename(tmp_path / "old")
+        Case(tables=ONE.tables, specs=ONE.specs, data_seed=7).cut(tmp_path / "passes")
 
     for name, sentence in SENTENCES.items():
-        assert_refused(ranks_pool.errors(size, OPEN, **options | {name: TOO_SMALL[name]}), sentence)
+        assert_refused(ranks_pool.errors(size, opened, **folder, **options | {name: TOO_SMALL[name]}), sentence)
         assert files_of(tmp_path / "model.tc") == before
 
-    assert ranks_pool.run(size, OPEN, **options) == [[8, 0]] * size
-    assert_same_rows(stored(tmp_path), rows)
+    assert ranks_pool.run(size, opened, **folder, **options) == [at] * size
+    if at != [0, 0]:
+        assert_same_rows(stored(tmp_path), rows)
 
 
 @pytest.mark.sampled(1)
@@ -123,7 +130,7 @@ def test_parts_that_were_written_anew_are_given_up_where_the_budget_is_too_small
     """For example if they have rows of earlier passes, which sizes alone do not reveal: no new part is left."""
     CASES["one"].cut(tmp_path / "passes")
     options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded("row_wise"), "order_seed": order_seed}
-    ranks_pool.run(2, TRAIN, case="one", **options)
+    ranks_pool.run(2, train, case="one", **options)
     (tmp_path / "passes").rename(tmp_path / "old")
     Case(tables=ONE.tables, specs=ONE.specs, num_samples=32, data_seed=7).cut(tmp_path / "passes")
     rows, before = stored(tmp_path), held(tmp_path / "model.tc")
@@ -132,53 +139,13 @@ def test_parts_that_were_written_anew_are_given_up_where_the_budget_is_too_small
     options["reorganize"] = True
     shutil.copytree(tmp_path, tmp_path / "copy")
     copied = options | {"folder": str(tmp_path / "copy")}
-    needed = max(ranks_pool.run(size, "tests.dist.test_budgets:needed", **copied))
-    errors = ranks_pool.errors(size, OPEN, **options | {"store_budget": needed - 1})
-    assert_refused(errors, f"raise store_budget to {needed} bytes")
+    least = max(ranks_pool.run(size, needed, **copied))
+    errors = ranks_pool.errors(size, opened, **options | {"store_budget": least - 1})
+    assert_refused(errors, f"raise store_budget to {least} bytes")
     assert file_bytes_of(tmp_path / "model.tc") <= file_bytes
     assert held(tmp_path / "model.tc") == before
     assert_same_rows(stored(tmp_path), rows)
-    assert ranks_pool.run(size, OPEN, **options | {"store_budget": needed}) == [[0, 0]] * size
-
-
-def test_commits_are_not_dropped_for_a_training_that_is_refused(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Opened with a smaller retention, or a larger one; the commits of one that is not refused drop them."""
-    trained(ranks_pool, tmp_path)
-    before = files_of(tmp_path / "model.tc")
-    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded("row_wise")}
-
-    for name, sentence in SENTENCES.items():
-        for retention in (1, 3):
-            errors = ranks_pool.errors(2, OPEN, **options, retention=retention, **{name: TOO_SMALL[name]})
-            assert_refused(errors, sentence)
-            assert files_of(tmp_path / "model.tc") == before
-
-    for epochs, retention, kept in ((3, 3, [10, 11, 12]), (4, 1, [16])):
-        ranks_pool.run(2, TRAIN, case="one", **options, retention=retention, epochs=epochs)
-        with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
-            assert [commit.cursor for commit in store.commits] == [(index, 0) for index in kept]
-            assert store.retention == retention
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("order_seed", [None, 5])
-def test_rows_are_not_put_in_the_order_of_other_passes_for_a_budget_that_is_too_small(
-    ranks_pool: RanksPool, tmp_path: Path, order_seed: int | None
-) -> None:
-    """The commits of the passes before stay the newest ones."""
-    trained(ranks_pool, tmp_path)
-    before = files_of(tmp_path / "model.tc")
-    (tmp_path / "passes").rename(tmp_path / "old")
-    Case(tables=ONE.tables, specs=ONE.specs, data_seed=7).cut(tmp_path / "passes")
-    options: dict[str, Any] = {"folder": str(tmp_path), "reorganize": True, "order_seed": order_seed}
-
-    for name, sentence in SENTENCES.items():
-        assert_refused(ranks_pool.errors(2, OPEN, **options | {name: TOO_SMALL[name]}), sentence)
-        assert files_of(tmp_path / "model.tc") == before
-        with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
-            assert [commit.cursor for commit in store.commits] == [(7, 0), (8, 0)]
-
-    assert ranks_pool.run(2, OPEN, **options) == [[0, 0]] * 2
+    assert ranks_pool.run(size, opened, **options | {"store_budget": least}) == [[0, 0]] * size
 
 
 @pytest.mark.sampled(1)
@@ -202,7 +169,7 @@ def test_passes_cut_for_several_devices_are_trained_on_as_many(
     assert len(rows) > 2
 
     found = ranks_pool.run(
-        size, "tests.dist.test_budgets:trained_large", folder=str(tmp_path), device_budget=budget,
+        size, trained_large, folder=str(tmp_path), device_budget=budget,
         sharding=sharded("row_wise"),
     )  # fmt: skip
 
@@ -216,11 +183,8 @@ def test_passes_cut_for_all_devices_together_are_refused_with_what_to_do(ranks_p
     passes.path.rename(tmp_path / "passes")
     advice = f", extract again with --device-budget {budget} --devices 2, "
 
-    for kind, more in (
-        ("row_wise", "devices=2"),
-        ("table_wise", "this assumes that all tables are sharded row_wise"),
-    ):
-        errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), device_budget=budget, sharding=sharded(kind))
+    for kind, more in (("row_wise", "devices=2"), ("table_wise", "this assumes that all tables are sharded row_wise")):
+        errors = ranks_pool.errors(2, opened, folder=str(tmp_path), device_budget=budget, sharding=sharded(kind))
         assert_refused(errors, advice)
         assert all(error is not None and error[1].endswith(more) for error in errors)
 
@@ -234,9 +198,9 @@ def test_the_device_budget_that_an_error_gives_is_the_smallest_that_trains(
 
     def refused(device_budget: int) -> int:
         options = {"folder": str(tmp_path), "device_budget": device_budget, "sharding": sharded(kind)}
-        texts = [error[1] for error in ranks_pool.errors(2, OPEN, **options) if error is not None]
+        texts = [error[1] for error in ranks_pool.errors(2, opened, **options) if error is not None]
         return max(parse_bytes(found) for text in texts for found in re.findall(r"2 ranks: raise it to (\w+), ", text))
 
     least = refused(1)
     assert refused(least - 1) == least
-    ranks_pool.run(2, TRAIN, case="one", folder=str(tmp_path), device_budget=least, sharding=sharded(kind))
+    ranks_pool.run(2, train, case="one", folder=str(tmp_path), device_budget=least, sharding=sharded(kind))

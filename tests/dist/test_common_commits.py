@@ -9,30 +9,29 @@ import pytest
 import tiercache as tc
 from tests.cli.command import error_of, run, told
 from tests.dist import sharded_world
-from tests.dist.meeting import meet
 from tests.dist.pool import RanksPool
 from tests.dist.sharded_world import (
     WHOLE,
-    divide_anew,
+    ShardWorld,
+    divide_among,
     expected,
-    opened,
+    on_ranks,
     problems,
     sentences,
-    sharding_on,
     take,
+    train_on,
     train_shards,
     whole_row,
 )
-from tests.dist.trainings import CASES, stored
+from tests.dist.trainings import CASES, stored, train
 from tiercache.dist.shard_writer import ShardWriter
-from tiercache.store import CommitMissingError, Cursor, Store, StoreClosedError, StoreInUseError, info, verify
+from tiercache.store import CommitMissingError, Cursor, Store, StoreClosedError, info, verify
 from tiercache.store.locks import leased_commits
 from tiercache.store.rank_writer import RankWriter
 from tiercache.store.snapshot import Needed
 
 
 def kept(path: Path) -> list[int]:
-    """Return the ids of the commits that a store of several ranks keeps, each read whole."""
     with tc.Store.open(path, mode="r") as store:
         commits = store.commits
         assert (store.commit.id, store.commit.cursor) == (commits[-1].id, commits[-1].cursor)
@@ -64,12 +63,13 @@ def lists_of(store: Store, rank: int) -> list[int]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("num_ranks", "engine"), [(1, "lmdb"), (3, "lmdb"), (2, "zarr")])
 def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int, engine: str) -> None:
-    """Exactly as many as requested, on every rank, also by later openings."""
     path = tmp_path / "s"
-    assert train_shards(path, num_ranks, 5, engine=engine, retention=3) == [None] * num_ranks
+    train_on(path, num_ranks, 5, engine=engine, retention=3)
+    with tc.Store.open(path, mode="r") as store:
+        assert {one.retention for one in (store, *store.ranks)} == {3}
     assert kept(path) == [2, 3, 4]
     assert kept_by_ranks(path) == [[2, 3, 4]] * num_ranks
-    assert train_shards(path, num_ranks, 2) == [None] * num_ranks
+    train_on(path, num_ranks, 2)
     assert kept(path) == [4, 5, 6]
     with pytest.raises(CommitMissingError, match=r"the store at .* has no commit 3: pass one of 4, 5, 6"):
         tc.Store.open(path, commit=3, mode="r")
@@ -78,7 +78,7 @@ def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int
             store.at(7)
         before = store.at(4)
         if engine == "zarr":  # a process opens the other engine's files once
-            assert train_shards(path, num_ranks, 3) == [None] * num_ranks
+            train_on(path, num_ranks, 3)
         assert list(problems(before.at(4))) == []  # a reader keeps what it sees
         if engine == "zarr":
             with pytest.raises(CommitMissingError, match="has no commit 5: pass one of 7, 8, 9"):
@@ -88,7 +88,7 @@ def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int
         before.close()
     with pytest.raises(StoreClosedError):
         store.at(5)
-    assert train_shards(path, num_ranks, 1, retention=1) == [None] * num_ranks
+    train_on(path, num_ranks, 1, retention=1)
     assert kept(path) == [10 if engine == "zarr" else 7]
     assert kept_by_ranks(path) == [kept(path)] * num_ranks
 
@@ -97,9 +97,9 @@ def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int
 @pytest.mark.parametrize("mode", ["r", "a"])
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_each_rank_is_read_at_each_commit(tmp_path: Path, engine: str, mode: str) -> None:
-    """Its rows equal the rank's rows in the store at that commit; an unused view keeps nothing."""
+    """Its rows equal the rank's rows in the store at that commit; a view keeps them, and an unused one nothing."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 5, engine=engine, retention=3) == [None] * 2
+    train_on(path, 2, 5, engine=engine, retention=3)
     with tc.Store.open(path, mode=mode) as store:
         for commit in store.commits:
             whole = store.at(commit.id)
@@ -113,51 +113,37 @@ def test_each_rank_is_read_at_each_commit(tmp_path: Path, engine: str, mode: str
                         assert found == rows
         del whole, rank, other, views, view
         assert leased_commits(store._opened.engine.lease_folder) == ({4} if mode == "r" else set())
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("mode", ["r", "a"])
-@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_a_view_of_one_rank_keeps_what_it_reads(tmp_path: Path, engine: str, mode: str) -> None:
-    """Also after commits gave it up."""
-    path = tmp_path / "s"
-    assert train_shards(path, 2, 5, engine=engine, retention=3) == [None] * 2
-    with tc.Store.open(path, mode=mode) as store:
-        view = store.ranks[1].at(3)
-        rows = [keys.tolist() for keys, _ in view.scan("item")]
+        kept = store.ranks[1].at(3)
+        rows = [keys.tolist() for keys, _ in kept.scan("item")]
         if mode == "a":
             for _ in range(4):
                 store.compact()
         elif engine == "zarr":  # a process opens the other engine's files once
-            assert train_shards(path, 2, 5) == [None] * 2
-        assert [keys.tolist() for keys, _ in view.scan("item")] == rows
+            train_on(path, 2, 5)
+        assert [keys.tolist() for keys, _ in kept.scan("item")] == rows
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_ranks_free_what_no_kept_commit_needs_as_they_train(tmp_path: Path, engine: str) -> None:
-    """After each commit, every rank of it."""
+    def body(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:
+        for id_ in range(6):
+            take(shards, world)
+            assert lists_of(shards.store, ranks.rank) == [*range(max(0, id_ - 1), id_ + 1)]
 
-    def body(ranks: Any) -> None:
-        shards, world = opened(tmp_path / "s", ranks, engine=engine, retention=2)
-        with shards:
-            for id_ in range(6):
-                take(shards, world)
-                assert lists_of(shards.store, ranks.rank) == [*range(max(0, id_ - 1), id_ + 1)]
-
-    assert meet(3, body) == [None] * 3
+    assert on_ranks(tmp_path / "s", 3, body, engine=engine, retention=2) == [None] * 3
 
 
 def test_commits_beyond_a_lower_retention_go_with_the_next_commit(tmp_path: Path) -> None:
     """On all ranks, also if one had prepared a commit; without a next commit all kept ones stay."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 6, retention=4) == [None] * 2
+    train_on(path, 2, 6, retention=4)
     sharded_world.ahead(path, 2, 1)
-    assert train_shards(path, 2, 0, retention=2) == [None] * 2
+    train_on(path, 2, 0, retention=2)
     assert kept(path) == [2, 3, 4, 5]
     assert kept_by_ranks(path) == [[2, 3, 4, 5]] * 2
-    assert train_shards(path, 2, 1, retention=2) == [None] * 2
+    train_on(path, 2, 1, retention=2)
     assert kept(path) == [5, 6]
-    assert train_shards(path, 2, 2) == [None] * 2
+    train_on(path, 2, 2)
     assert kept_by_ranks(path) == [[7, 8]] * 2
 
 
@@ -167,63 +153,18 @@ def test_what_ranks_could_not_free_goes_when_they_open_the_store(
 ) -> None:
     """It simulates a kill between publishing a commit and freeing older blobs."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 6, engine=engine, retention=4) == [None] * 2
+    train_on(path, 2, 6, engine=engine, retention=4)
     with monkeypatch.context() as patch:
         patch.setattr(RankWriter, "_free", lambda *_, **__: None)
-        assert train_shards(path, 2, 1, retention=1) == [None] * 2
+        train_on(path, 2, 1, retention=1)
     assert kept(path) == [6]
     with Store.open(path, mode="r") as store:
         for rank, one in enumerate(store.ranks):
             assert {f"ranks/{rank}.{id_}" for id_ in range(3, 7)} <= {
                 name.partition("-")[0] for name in one.reader.stored()
             }
-    assert train_shards(path, 2, 0) == [None] * 2
+    train_on(path, 2, 0)
     assert kept_by_ranks(path) == [[6]] * 2
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("who", [(1,), (0,), (0, 1)])
-def test_a_commit_that_was_prepared_and_not_published_costs_nothing(tmp_path: Path, who: tuple[int, ...]) -> None:
-    """Whichever ranks prepared it, time and again: readers see none of it, and the next opening drops it."""
-    path = tmp_path / "s"
-    assert train_shards(path, 2, 4, retention=3) == [None] * 2
-    for _ in range(2):
-        sharded_world.ahead(path, 2, *who)
-        assert kept(path) == [1, 2, 3]
-        assert verify(path)["problems"] == []
-        assert train_shards(path, 2, 0) == [None] * 2
-        assert kept(path) == [1, 2, 3]
-        assert kept_by_ranks(path) == [[1, 2, 3]] * 2
-    assert train_shards(path, 2, 2) == [None] * 2
-    assert kept(path) == [3, 4, 5]
-    assert kept_by_ranks(path) == [[3, 4, 5]] * 2
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_a_commit_that_other_ranks_did_not_hear_of_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
-    """Rank 0 has published it; the others take it when they open the store, and train on from there."""
-    path = tmp_path / "s"
-    assert train_shards(path, 3, 4, engine=engine, retention=2) == [None] * 3
-
-    def body(ranks: Any) -> None:
-        shards, world = opened(path, ranks)
-        with shards:
-            take(shards, world)
-            assert shards.ahead == (ranks.rank > 0)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ShardWriter, "_hear", lambda _: None)
-        assert meet(3, body) == [None] * 3
-    assert kept(path) == [3, 4]
-    assert train_shards(path, 3, 0) == [None] * 3
-    assert kept(path) == [3, 4]
-    assert kept_by_ranks(path) == [[3, 4]] * 3
-    assert train_shards(path, 3, 2) == [None] * 3
-    assert kept(path) == [5, 6]
-    assert verify(path)["problems"] == []
 
 
 @pytest.mark.sampled(1)
@@ -232,9 +173,8 @@ def test_a_commit_that_other_ranks_did_not_hear_of_stands(
 def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
     tmp_path: Path, to: int, ahead: int | None, engine: str
 ) -> None:
-    """A new commit has the rows of the old one; later ones are gone, and a rank's prepared commit."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 5, engine=engine, retention=3) == [None] * 2
+    train_on(path, 2, 5, engine=engine, retention=3)
     with tc.Store.open(path, mode="r") as store:
         cursors = {commit.id: commit.cursor for commit in store.commits}
     if ahead is not None:
@@ -243,42 +183,20 @@ def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
     assert (commit.id, commit.cursor) == (5, cursors[to])
     assert kept(path) == [*range(2, to + 1), 5][-3:]
     assert kept_by_ranks(path) == [kept(path)] * 2
-    assert train_shards(path, 2, 3) == [None] * 2
+    train_on(path, 2, 3)
     assert kept(path) == [6, 7, 8]
     assert verify(path)["problems"] == []
     with pytest.raises(CommitMissingError, match="has no commit 5: pass one of 6, 7, 8"):
         sharded_world.roll_back(path, 5)
 
 
-def test_nobody_rolls_back_what_ranks_are_training(tmp_path: Path) -> None:
-    """Nor if rank 0 is gone and others still write; the store is unchanged."""
-    path = tmp_path / "s"
-    assert train_shards(path, 2, 4, retention=2) == [None] * 2
-
-    def body(ranks: Any) -> None:
-        shards, _ = opened(path, ranks)
-        with shards:
-            if ranks.rank == 0:
-                with pytest.raises(StoreInUseError, match=r"the store at .*/s is being written by process"):
-                    sharded_world.roll_back(path, 2)
-                shards.close()
-            ranks.all_gather_object(None)
-            if ranks.rank == 0:
-                with pytest.raises(StoreInUseError, match=r"the store at .*/s/rank-1 is being written by process"):
-                    sharded_world.roll_back(path, 2)
-            ranks.all_gather_object(None)
-
-    assert meet(2, body) == [None] * 2
-    assert kept(path) == [2, 3]
-
-
 def test_ranks_that_are_divided_anew_begin_their_commits_anew(tmp_path: Path) -> None:
     """Ids continue, and older commits are gone; all rows changed since each commit that was not rolled back."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 3, retention=3) == [None] * 2
+    train_on(path, 2, 3, retention=3)
     assert sharded_world.roll_back(path, 1).id == 3
-    assert train_shards(path, 2, 2) == [None] * 2
-    assert meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3, 1))) == [None] * 3
+    train_on(path, 2, 2)
+    assert divide_among(path, 3, 1) == [None] * 3
     assert kept(path) == [6]
     for back in (lambda: tc.Store.open(path, commit=5, mode="r"), lambda: sharded_world.roll_back(path, 5)):
         with pytest.raises(CommitMissingError, match="has no commit 5: pass one of 6"):
@@ -288,38 +206,35 @@ def test_ranks_that_are_divided_anew_begin_their_commits_anew(tmp_path: Path) ->
             check_changes(store, since, None)
         with pytest.raises(CommitMissingError, match=r"commit 2 of .* was dropped by a rollback to commit 1: pass 1"):
             store.changed_rows("item", since=2)
-    assert train_shards(path, 3, 3, turn=1) == [None] * 3
+    train_on(path, 3, 3, turn=1)
     assert kept(path) == [7, 8, 9]
     assert kept_by_ranks(path) == [[7, 8, 9]] * 3
     assert sharded_world.roll_back(path, 7).id == 10
-    assert train_shards(path, 3, 1, turn=1) == [None] * 3
+    train_on(path, 3, 1, turn=1)
     assert kept(path) == [7, 10, 11]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_store_with_a_pinned_commit_is_not_divided_anew(tmp_path: Path, num_ranks: int) -> None:
-    """All ranks get the advice, and the store is unchanged; once it is unpinned it is divided."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 4, retention=2) == [None] * 2
+    train_on(path, 2, 4, retention=2)
     with tc.Store.open(path) as store:
         store.pin("best", 2)
-    bodies = [None] * num_ranks
-    errors = meet(num_ranks, lambda ranks: divide_anew(path, ranks, sharding_on(num_ranks, 1)))
+    errors = divide_among(path, num_ranks, 1)
     assert "has the pinned commits 'best', which resharding would drop: unpin them first" in sentences(errors)
     assert kept(path) == [2, 4]
-    assert train_shards(path, 2, 0) == [None] * 2
+    train_on(path, 2, 0)
     assert kept_by_ranks(path) == [[2, 3]] * 2  # a pin lists the same rows
     assert sorted(one.name for one in path.glob("rank-*")) == ["rank-1"]
     with tc.Store.open(path) as store:
         store.unpin("best")
-    assert meet(num_ranks, lambda ranks: divide_anew(path, ranks, sharding_on(num_ranks, 1))) == bodies
+    assert divide_among(path, num_ranks, 1) == [None] * num_ranks
     assert kept(path) == [6]
 
 
 def test_commands_read_pin_and_roll_back_a_store_of_several_ranks(tmp_path: Path) -> None:
-    """They work like on a store of one process, and at its commits."""
     path = tmp_path / "s"
-    assert train_shards(path, 3, 6, retention=3) == [None] * 3
+    train_on(path, 3, 6, retention=3)
     assert [one["id"] for one in told("info", path)["commits"]] == [3, 4, 5]
     for rank in told("info", path)["shards"]:
         assert rank["retention"] == 3
@@ -359,7 +274,7 @@ def test_commands_read_pin_and_roll_back_a_store_of_several_ranks(tmp_path: Path
 
     assert told("pin", path, "best", 4) == {"commit": 8, "name": "best", "pinned": 4}
     assert "pinned   commit 4 as 'best'" in run("info", path)
-    assert train_shards(path, 3, 4) == [None] * 3
+    train_on(path, 3, 4)
     assert kept(path) == [4, 10, 11, 12]
     run("diff", path, tmp_path / "one", "--from", 4)
     assert "no commit is pinned as 'best' anymore" in run("unpin", path, "best")
@@ -371,42 +286,24 @@ def test_commands_read_pin_and_roll_back_a_store_of_several_ranks(tmp_path: Path
 def test_verification_beside_a_training_says_what_it_checked(tmp_path: Path) -> None:
     """The commits that were kept when it began stay until all were read."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 3, retention=2) == [None] * 2
+    train_on(path, 2, 3, retention=2)
     told = list[list[Any]]()
 
-    def train_on(*_: int) -> None:
+    def go_on(*_: int) -> None:
         if not told:
             told.append(train_shards(path, 2, 3))
 
-    report = verify(path, progress=train_on)
+    report = verify(path, progress=go_on)
     assert told == [[None] * 2]
     assert (report["commits"], report["problems"]) == ([1, 2], [])
-    assert train_shards(path, 2, 0) == [None] * 2
+    train_on(path, 2, 0)
     assert kept_by_ranks(path) == [[4, 5]] * 2
 
 
-@pytest.mark.parametrize("format", ["numpy", "parquet", "safetensors"])
-def test_an_export_has_all_rows_of_all_ranks(tmp_path: Path, format: str) -> None:  # noqa: A002 - what users call it
-    """With their optimizer state: imported into a store of one process they are the same."""
-    path = tmp_path / "s"
-    assert train_shards(path, 2, 4) == [None] * 2
-    with tc.Store.open(path, mode="r") as store:
-        listing = tc.export_store(store, tmp_path / "out", format=format)
-        assert {one.table.name: one.rows for one in listing.tables} == {
-            name: len(rows) for name, rows in expected(store.commit.cursor).items()
-        }
-        tc.import_store(tmp_path / "out", tmp_path / "one", steps=1)
-        with Store.open(tmp_path / "one", mode="r") as one:
-            for difference in tc.store.differences(store, one):
-                assert difference.only_first == difference.only_second == difference.different == 0
-                assert difference.same > 0
-
-
 def test_a_training_goes_on_from_a_rollback_to_the_same_bits(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Rows, states and dense weights of two ranks are those that it ended with before it was rolled back."""
     CASES["bags"].cut(tmp_path / "passes")
     path, training = tmp_path / "model.tc", {"case": "bags", "folder": str(tmp_path)}
-    whole = ranks_pool.run(2, "tests.dist.trainings:train", **training, retention=3)
+    whole = ranks_pool.run(2, train, **training, retention=3)
     theirs = stored(tmp_path)
     with tc.Store.open(path, mode="r") as store:
         first, *_, last = store.commits
@@ -414,7 +311,7 @@ def test_a_training_goes_on_from_a_rollback_to_the_same_bits(ranks_pool: RanksPo
     assert sharded_world.roll_back(path, first.id).cursor == first.cursor
     assert different(stored(tmp_path), theirs)
 
-    ended = ranks_pool.run(2, "tests.dist.trainings:train", **training)
+    ended = ranks_pool.run(2, train, **training)
 
     with tc.Store.open(path, mode="r") as store:
         assert store.commit.cursor == last.cursor
@@ -428,7 +325,6 @@ def test_a_training_goes_on_from_a_rollback_to_the_same_bits(ranks_pool: RanksPo
 
 
 def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """Return the tables whose keys or fields have other bits."""
     return [
         name
         for name, (keys, fields) in ours.items()
@@ -442,11 +338,10 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_what_changed_since_a_commit_is_what_was_trained_since(tmp_path: Path, num_ranks: int) -> None:
-    """Whole rows of every sharding, since every commit that is kept, at any of them; after a rollback too."""
     path = tmp_path / "s"
-    assert train_shards(path, num_ranks, 6, retention=4) == [None] * num_ranks
+    train_on(path, num_ranks, 6, retention=4)
     sharded_world.ahead(path, num_ranks, 0)
-    assert train_shards(path, num_ranks, 1) == [None] * num_ranks
+    train_on(path, num_ranks, 1)
     for turn in range(2):
         with tc.Store.open(path, mode="r") as newest:
             for at in newest.commits:
@@ -464,13 +359,12 @@ def test_what_changed_since_a_commit_is_what_was_trained_since(tmp_path: Path, n
                 with pytest.raises(CommitMissingError, match=f"commit {since} of .* was dropped by a rollback to"):
                     list(newest.changes("item", since=since))
         sharded_world.roll_back(path, 4)
-        assert train_shards(path, num_ranks, 1) == [None] * num_ranks
+        train_on(path, num_ranks, 1)
 
 
 def test_changes_of_slices_read_the_keys_of_each_rank_a_few_times(tmp_path: Path) -> None:
-    """However many chunks there are."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 7) == [None] * 2
+    train_on(path, 2, 7)
     with tc.Store.open(path, mode="r") as store:
         first, other = store.ranks
         rows = store.live_rows("word")
@@ -481,7 +375,6 @@ def test_changes_of_slices_read_the_keys_of_each_rank_a_few_times(tmp_path: Path
 
 
 def check_changes(store: tc.Store, since: int, cursor: Cursor | None) -> None:
-    """Check which rows changed, and how many."""
     before = {name: {} for name in WHOLE} if cursor is None else expected(cursor)
     for name, rows in expected(store.commit.cursor).items():
         wanted = {key for key, trained in rows.items() if before[name].get(key) != trained}

@@ -1,21 +1,29 @@
-"""The dense state of several ranks in commits: once if it is the same on all, else that of each rank."""
+"""The dense state of several ranks in commits, once or that of each rank, and what resumed ranks go through."""
 
 import io
+import re
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
 from tests.dist.meeting import meet
 from tests.dist.pool import RanksPool
-from tests.dist.trainings import CASES, dense_of, on_ranks, open_sharded, step
-from tests.train.cases import Net
+from tests.dist.test_gradients_as_torch import CASE, opened
+from tests.dist.test_gradients_as_torch import Net as BagsNet
+from tests.dist.trainings import CASES, OPTIONS, dense_of, on_ranks, open_sharded, step, step_by
+from tests.train.cases import Net, table
 from tiercache.dist.communicator import AnyCommunicator
+from tiercache.errors import RankError, StateError
 from tiercache.rows.backends.cpu import CpuBackend
 from tiercache.train.dense_state import DenseState
 
@@ -51,8 +59,6 @@ def test_dense_state_is_kept_once(ranks_pool: RanksPool, tmp_path: Path) -> None
 
 
 def test_tensors_of_any_layout_are_kept_once() -> None:
-    """Sparse ones and views, too, if they are the same on all ranks."""
-
     def body(ranks: Any) -> list[str]:
         dense = DenseState(CpuBackend())
         for name, value in {
@@ -105,46 +111,16 @@ def test_an_object_that_begins_to_differ_is_kept_by_each_rank(what: str) -> None
         assert meet(2, body) == [[["layer", "optimizer"], every], expected[what]]
 
 
-def train_apart(ranks: AnyCommunicator, case: str, folder: str, *, stop: int | None = None) -> dict[str, Any]:
-    """Train a model on each rank without averaging its gradients, up to a pass; return its weights."""
-    one = CASES[case]
-    with open_sharded(one, folder) as cache:
-        torch.manual_seed(1)
-        model = Net(cache, one)
-        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=one.dense_lr, momentum=0.5))
-        for p in cache.passes(epochs=one.epochs):
-            if p.index == stop:
-                p.stop()
-                continue
-            for batch in p.batches(one.batch, shuffle=one.shuffle):
-                step([batch], model, cache.optimizer)
-    return dense_of(model)
-
-
-def test_ranks_that_train_apart_resume_with_their_own_weights(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Their models began with the same weights."""
-    here = f"{__name__}:train_apart"
-    CASES["bags"].cut(tmp_path / "whole" / "passes")
-    CASES["bags"].cut(tmp_path / "left" / "passes")
-    whole = ranks_pool.run(2, here, case="bags", folder=str(tmp_path / "whole"))
-    ranks_pool.run(2, here, case="bags", folder=str(tmp_path / "left"), stop=2)
-    ended = ranks_pool.run(2, here, case="bags", folder=str(tmp_path / "left"))
-    assert any(not np.array_equal(value, whole[1][name]) for name, value in whole[0].items())
-    for one, other in zip(ended, whole, strict=True):
-        assert one.keys() == other.keys()
-        for name, value in other.items():
-            np.testing.assert_array_equal(one[name], value, err_msg=name)
-
-
-def train_normalized(ranks: AnyCommunicator, folder: str, *, broadcasts: bool, stop: bool) -> dict[str, Any]:
+def train_apart(_: AnyCommunicator, case: str, folder: str, *, how: str, stop: bool) -> dict[str, Any]:
     """Train a model with a batch norm, or stop after a commit inside the pass; return its weights and buffers."""
-    one = CASES["one"]
+    one = CASES[case]
     with open_sharded(one, folder) as cache:
         torch.manual_seed(1)
         model: Any = Net(cache, one)
         model.top = torch.nn.Sequential(torch.nn.BatchNorm1d(model.top.in_features), model.top)
-        model = DistributedDataParallel(model, broadcast_buffers=broadcasts)
-        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=one.dense_lr))
+        if how != "apart":
+            model = DistributedDataParallel(model, broadcast_buffers=how == "broadcast")
+        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=one.dense_lr, momentum=0.5))
         for p in cache.passes(epochs=1):
             for batch in p.batches(one.batch):
                 step([batch], model, cache.optimizer)
@@ -154,30 +130,134 @@ def train_normalized(ranks: AnyCommunicator, folder: str, *, broadcasts: bool, s
         return dense_of(model)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("broadcasts", [False, True])
-def test_ranks_resume_with_their_own_buffers(ranks_pool: RanksPool, tmp_path: Path, broadcasts: bool) -> None:
-    """The statistics of a batch norm are those of an uninterrupted training, on each rank."""
-    body, found = f"{__name__}:train_normalized", dict[str, Any]()
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("how", ["apart", "buffers of their own", "broadcast"])
+def test_ranks_resume_with_their_own_weights_and_buffers(ranks_pool: RanksPool, tmp_path: Path, how: str) -> None:
+    """Models whose gradients nothing averages, and statistics of a batch norm: as in an uninterrupted training."""
+    found = dict[str, Any]()
     for name in ("whole", "left"):
-        CASES["one"].cut(tmp_path / name / "passes")
-        options = {"folder": str(tmp_path / name), "broadcasts": broadcasts}
         if name == "left":
-            ranks_pool.run(2, body, stop=True, **options)
-        found[name] = ranks_pool.run(2, body, stop=False, **options)
+            on_ranks(ranks_pool, 2, tmp_path / name, body=train_apart, how=how, stop=True)
+        found[name] = on_ranks(ranks_pool, 2, tmp_path / name, body=train_apart, how=how, stop=False)
     for one, other in zip(found["left"], found["whole"], strict=True):
         assert one.keys() == other.keys()
         for name, value in other.items():
             np.testing.assert_array_equal(one[name], value, err_msg=name)
-    assert not np.array_equal(*(one["dense.top.0.running_mean"] for one in found["whole"]))
+    differs = "dense.top.0.running_mean" if how != "apart" else "dense.top.1.weight"
+    assert not np.array_equal(*(one[differs] for one in found["whole"]))
 
 
 class Counter:
     """A user's object that may differ between ranks."""
 
     def state_dict(self) -> dict[str, int]:
-        """Return a number."""
         return {"number": 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Take nothing."""
+
+
+# -- shards of dense state, and what ranks go through --------------------------------------------------------
+
+
+def sharded(ranks: AnyCommunicator, cache: tc.TierCache) -> tuple[BagsNet, Callable[[], list[list[float]]]]:
+    """Register a model with a sharded layer, and Adam; return it, and a function of this rank's weights and moments."""
+    torch.manual_seed(1)
+    model = BagsNet(cache.schema)
+    fully_shard(model.top, mesh=init_device_mesh("cpu", (ranks.size,)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    cache.register(model=model, optimizer=optimizer)
+
+    def local() -> list[list[float]]:
+        weight: Any = model.top.weight
+        states = [weight, *(optimizer.state[weight][name] for name in ("exp_avg", "exp_avg_sq"))]
+        return [one.detach().to_local().flatten().tolist() for one in states]
+
+    return model, local
+
+
+def restored(ranks: AnyCommunicator, folder: str) -> list[list[float]]:
+    with opened(folder, "resumed.tc") as cache:
+        _, local = sharded(ranks, cache)
+        cache.restore()
+        return local()
+
+
+def refused(ranks: AnyCommunicator, folder: str) -> str:
+    with pytest.raises(StateError) as caught:
+        restored(ranks, folder)
+    return str(caught.value)
+
+
+def resume_sharded(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
+    """Train an epoch with a sharded layer, and restore it; return this rank's numbers then."""
+    with opened(folder, "resumed.tc") as cache:
+        model, local = sharded(ranks, cache)
+        for p in cache.passes(epochs=1):
+            for batch in p.batches(16):
+                step_by(cache, model(batch).square().mean() * batch.weight)
+        trained = local()
+    return {"trained": trained, "restored": restored(ranks, folder)}
+
+
+def test_each_rank_restores_its_own_shards_of_an_optimizer(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Before the first step an optimizer has no state, and so the same on all ranks."""
+    CASE.cut(tmp_path / "passes")
+    first, second = ranks_pool.run(2, resume_sharded, folder=str(tmp_path))
+    assert first["restored"] == first["trained"] != second["trained"] == second["restored"]
+    for error in ranks_pool.run(3, refused, folder=str(tmp_path)):
+        assert re.search(r"the state of model, optimizer in .* is sharded over 2 ranks, .* there are 3 now", error)
+    again = ranks_pool.run(2, restored, folder=str(tmp_path))
+    assert again == [first["trained"], second["trained"]], "the refused ranks changed the store"
+
+
+def differing(ranks: AnyCommunicator, folder: str, what: str) -> str:
+    with opened(folder, f"{what}.tc") as cache:
+        try:
+            if what == "epochs":
+                next(cache.passes(epochs=1 + ranks.rank))
+            else:
+                next(cache.evaluate(tc.PassDataset.open(f"{folder}/passes{ranks.rank}")))
+        except RankError as caught:
+            return str(caught)
+    return "no error"
+
+
+@pytest.mark.parametrize("what", ["epochs", "the evaluated dataset"])
+def test_ranks_that_differ_in_what_they_go_through_are_told(ranks_pool: RanksPool, tmp_path: Path, what: str) -> None:
+    """They would wait for each other for ever, or read each other's rows."""
+    CASE.cut(tmp_path / "passes")
+    for rank in range(2):
+        replace(CASE, data_seed=10 + rank).cut(tmp_path / f"passes{rank}")
+    for error in ranks_pool.run(2, differing, folder=str(tmp_path), what=what):
+        assert what in error
+        assert "rank 1" in error
+
+
+def commit_within(ranks: AnyCommunicator, folder: str, *, restarts: bool) -> dict[str, Any]:
+    """Look up a quarter of the keys on rank 0 and the rest on rank 1, and commit after the second of four steps."""
+    keys = torch.arange(32).view(4, 8)
+    with tc.TierCache(f"{folder}/uneven.tc", f"{folder}/keys", **OPTIONS) as cache:
+        module = tc.Embedding(cache.schema, "k")
+        cache.register(model=module)
+        for p in cache.passes(epochs=1):
+            begin = p.start_batch, p.start_sample
+            for step in range(p.start_batch, 4):
+                step_by(cache, module(keys[step, slice(0, 2) if ranks.rank == 0 else slice(2, 8)]).sum())
+                if step == 1 and not restarts:
+                    cache.commit()
+                    p.stop()
+                    break
+        with torch.no_grad():
+            return {"begin": begin, "rows": module(keys.flatten()).sum(1).tolist()}
+
+
+def test_a_commit_within_a_pass_counts_the_plain_keys_of_all_ranks(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Ranks may have different numbers of samples; a restart begins after those of all."""
+    schema = tc.Schema(tables=(table("k", 4),), features=(tc.Feature(name="k", table="k"),))
+    tc.write_key_sets(tmp_path / "keys", schema, [{"k": np.arange(32)}])
+    for restarts in (False, True):
+        found = ranks_pool.run(2, commit_within, folder=str(tmp_path), restarts=restarts)
+        assert [one["begin"] for one in found] == [(2, 16) if restarts else (0, 0)] * 2
+    first, second = found
+    assert first["rows"] == second["rows"]

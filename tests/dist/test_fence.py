@@ -1,6 +1,5 @@
 """The fence of several ranks: a store that was moved is not written by any of them."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -9,150 +8,97 @@ from typing import Any
 
 import pytest
 
-from tests.dist.meeting import meet
-from tests.dist.sharded_world import advance, check_shards, opened, sentences, take, train_shards
+from tests.dist.sharded_world import (
+    ShardWorld,
+    advance,
+    check_shards,
+    on_ranks,
+    sentences,
+    take,
+    train_on,
+    train_shards,
+)
 from tests.files import files_of
+from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import RankError
 from tiercache.store import Cursor, Store, StoreError, StoreInUseError, verify
 
 KINDS = pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 
 
-def a_backup(path: Path) -> None:
+def a_backup(place: Path, _: Path) -> None:
     """Move the folder away and put a copy in its place."""
-    path.rename(path.with_name("away"))
-    shutil.copytree(path.with_name("away"), path)
+    place.rename(place.with_name("away"))
+    shutil.copytree(place.with_name("away"), place)
 
 
-def another_store(path: Path) -> None:
-    """Put another store in its place."""
-    path.rename(path.with_name("away"))
-    path.with_name("other").rename(path)
+def another(place: Path, other: Path) -> None:
+    place.rename(place.with_name("away"))
+    other.rename(place)
 
 
-def gone(path: Path) -> None:
-    """Delete it."""
-    path.rename(path.with_name("away"))
+def gone(place: Path, _: Path) -> None:
+    place.rename(place.with_name("away"))
 
 
-def no_marker(path: Path) -> None:
-    """Delete the marker of the store."""
-    (path / "store.json").unlink()
+def no_marker(place: Path, _: Path) -> None:
+    (place / "store.json").unlink()
 
 
-def a_new_marker(path: Path) -> None:
-    """Have another process make one."""
-    marker = path / "store.json"
+def a_new_marker(place: Path, _: Path) -> None:
+    marker = place / "store.json"
     text = marker.read_text()
     marker.unlink()
     marker.write_text(text)
 
 
-def of_a_rank(change: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Return the change of the folder of rank 1 alone."""
-
-    def of_rank(path: Path) -> None:
-        change(path / "rank-1")
-
-    of_rank.__name__ = f"{change.__name__}_of_a_rank"
-    return of_rank
-
-
-def another_stores_rank(path: Path) -> None:
-    """Replace the folder of rank 1 by another store's."""
-    (path / "rank-1").rename(path / "away")
-    (path.with_name("other") / "rank-1").rename(path / "rank-1")
-
-
-OF_THE_STORE = (a_backup, another_store, gone, no_marker, a_new_marker)
-OF_A_RANK = (of_a_rank(a_backup), another_stores_rank, of_a_rank(gone), of_a_rank(no_marker), of_a_rank(a_new_marker))
-
-
 def trained(path: Path, engine: str, between: Callable[[Path], None]) -> list[Any]:
     """Train two commits on two ranks, call ``between``, and try another commit; return each rank's error."""
 
-    def body(ranks: Any) -> None:
-        shards, world = opened(path, ranks, engine=engine)
-        with shards:
-            for _ in range(2):
-                take(shards, world)
-            ranks.all_gather_object(None)
-            if ranks.rank == 0:
-                between(path)
-            ranks.all_gather_object(None)
-            with ranks.raise_on_all("training"):
-                after = advance(shards.store, world, shards.cursor)
-            shards.publish(after)
+    def body(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:
+        for _ in range(2):
+            take(shards, world)
+        ranks.all_gather_object(None)
+        if ranks.rank == 0:
+            between(path)
+        ranks.all_gather_object(None)
+        with ranks.raise_on_all("training"):
+            after = advance(shards.store, world, shards.cursor)
+        shards.publish(after)
 
-    return meet(2, body)
+    return on_ranks(path, 2, body, engine=engine)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @KINDS
-@pytest.mark.parametrize("change", OF_THE_STORE)
+@pytest.mark.parametrize("of", ["the store", "a rank"])
+@pytest.mark.parametrize("change", [a_backup, another, gone, no_marker, a_new_marker])
 def test_ranks_whose_store_was_moved_write_nothing_there(
-    tmp_path: Path, engine: str, change: Callable[[Path], None]
+    tmp_path: Path, engine: str, of: str, change: Callable[[Path, Path], None]
 ) -> None:
-    """All of them end with an error; the store at the path and the moved one open at their commits."""
+    """Nor if the folder of rank 1 alone was moved: all end with an error. Put back, the store is at its commit."""
     path, held = tmp_path / "s", dict[str, bytes]()
-    assert train_shards(tmp_path / "other", 2, 4, engine=engine) == [None] * 2
+    place, other = (at / "rank-1" if of == "a rank" else at for at in (path, tmp_path / "other"))
+    away = place.with_name("away")
+    train_on(tmp_path / "other", 2, 4, engine=engine)
 
-    def between(path: Path) -> None:
-        change(path)
-        held.update(files_of(path) if path.exists() else {})
+    def between(_: Path) -> None:
+        markers.append((place / "store.json").read_bytes())
+        change(place, other)
+        held.update(files_of(place) if place.exists() else {})
 
+    markers = list[bytes]()
     errors = trained(path, engine, between)
     assert "was moved, replaced or deleted while it was written" in sentences(errors)
-    if change in {a_backup, another_store}:
-        assert files_of(path) == held
-    if change is no_marker:
-        held.clear()
-        (path / "store.json").write_text(json.dumps(marker_of(tmp_path / "other") | {"id": rank_of(path)["store"]}))
-    for folder in (path, tmp_path / "away"):
-        if folder.exists():
-            assert verify(folder)["problems"] == []
-    check_shards(tmp_path / "away" if change in {a_backup, another_store, gone} else path, Cursor(1))
-
-
-def marker_of(path: Path) -> dict[str, Any]:
-    """Return the contents of a store's marker."""
-    found: dict[str, Any] = json.loads((path / "store.json").read_text())
-    return found
-
-
-def rank_of(path: Path) -> dict[str, Any]:
-    """Return the contents of rank 1's marker."""
-    return marker_of(path / "rank-1")
-
-
-@pytest.mark.sampled(4)
-@KINDS
-@pytest.mark.parametrize("change", OF_A_RANK, ids=lambda change: change.__name__)
-def test_ranks_of_which_one_was_moved_make_no_commit(
-    tmp_path: Path, engine: str, change: Callable[[Path], None]
-) -> None:
-    """All of them end with an error, and nothing is written in its place; put back, the store is at its commit."""
-    path, held = tmp_path / "s", dict[str, bytes]()
-    assert train_shards(tmp_path / "other", 2, 4, engine=engine) == [None] * 2
-
-    def between(path: Path) -> None:
-        held["marker"] = (path / "rank-1" / "store.json").read_bytes()
-        change(path)
-        if (path / "rank-1").exists():
-            held.update(files_of(path / "rank-1"))
-
-    errors = trained(path, engine, between)
-    assert "was moved, replaced or deleted while it was written" in sentences(errors)
-    marker = held.pop("marker")
-    if (path / "away").exists():
-        if (path / "rank-1").exists():
-            assert files_of(path / "rank-1") == held
-            shutil.rmtree(path / "rank-1")
-        (path / "away").rename(path / "rank-1")
-    (path / "rank-1" / "store.json").write_bytes(marker)
+    if away.exists():
+        if place.exists():
+            assert files_of(place) == held
+            assert of == "a rank" or verify(path)["problems"] == []
+            shutil.rmtree(place)
+        away.rename(place)
+    (place / "store.json").write_bytes(markers[0])
     check_shards(path, Cursor(1))
-    assert train_shards(path, 2, 1) == [None] * 2
-    check_shards(path, Cursor(1, 5))
+    train_on(path, 2, 1, Cursor(1, 5))
     assert verify(path)["problems"] == []
 
 
@@ -162,8 +108,8 @@ def test_ranks_of_which_one_was_moved_make_no_commit(
 def test_ranks_do_not_write_over_a_head_that_something_else_wrote(tmp_path: Path, change: str, rank: int) -> None:
     """It stays, and no rank continues; engine LMDB has its head in a file that it keeps open."""
     path, kept = tmp_path / "s", dict[str, bytes]()
-    assert train_shards(tmp_path / "other", 2, 5, engine="zarr") == [None] * 2
-    assert train_shards(path, 2, 2, engine="zarr") == [None] * 2
+    train_on(tmp_path / "other", 2, 5, engine="zarr")
+    train_on(path, 2, 2, engine="zarr")
     inside = Path("rank-1" if rank else ".") / "heads"
     shutil.copytree(path / inside, tmp_path / "older")
 
@@ -211,18 +157,15 @@ def test_a_rank_keeps_out_a_training_when_rank_0_is_gone(tmp_path: Path, engine:
     """By its lock and its marker, whatever was deleted."""
     path, refused = tmp_path / "s", list[Any]()
 
-    def body(ranks: Any) -> None:
-        shards, world = opened(path, ranks, engine=engine)
-        with shards:
-            take(shards, world)
-            ranks.all_gather_object(None)
-            if ranks.rank == 0:
-                shards.close()
-                (path / "rank-1" / "writer.lock").unlink()
-                refused.extend(train_shards(path, 2, 1))
-            ranks.all_gather_object(None)
+    def body(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:
+        take(shards, world)
+        ranks.all_gather_object(None)
+        if ranks.rank == 0:
+            shards.close()
+            (path / "rank-1" / "writer.lock").unlink()
+            refused.extend(train_shards(path, 2, 1))
+        ranks.all_gather_object(None)
 
-    assert meet(2, body) == [None, None]
+    assert on_ranks(path, 2, body, engine=engine) == [None, None]
     assert [type(error) for error in refused] == [RankError, StoreInUseError]
-    assert train_shards(path, 2, 1) == [None] * 2
-    check_shards(path, Cursor(1))
+    train_on(path, 2, 1, Cursor(1))

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
-from tests.dist.trainings import OPTIONS, stored
+from tests.dist.trainings import OPTIONS, step_by, stored
 from tests.train.cases import SPECS, Case, table
 from tests.train.test_plain_keys import MODELS, PASSES, STEPS, World
 from tiercache.errors import StateError
@@ -38,41 +38,66 @@ class Net(nn.Module):
         self.top = nn.Linear(self.bag.out_features, 1) if dense else None
 
     def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Return a number for each sample."""
         bags = self.bag(batch)
         return bags.sum(1) if self.top is None else self.top(bags).squeeze(1)
 
 
 def opened(folder: str, name: str) -> tc.TierCache:
-    """Open a cache on the passes of a test."""
     return tc.TierCache(Path(folder) / name, tc.PassDataset.open(Path(folder) / "passes"), **OPTIONS)
 
 
-def overflow(ranks: AnyCommunicator, folder: str, *, wraps: str, dense: bool) -> dict[str, Any]:
-    """Train under a scaler; at every third batch the gradients of one rank are not finite."""
-    with opened(folder, f"{wraps}{dense}.tc") as cache:
-        torch.manual_seed(1)
-        net: Any = Net(cache.schema, dense=dense)
-        model = DistributedDataParallel(net) if wraps == "ddp" else net
-        if "fsdp" in wraps:
-            mesh = init_device_mesh("cpu", (ranks.size,))
-            fully_shard(net.top, mesh=mesh)
-            model = fully_shard(net, mesh=mesh) if wraps == "fsdp" else net
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
-        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-        if wraps not in ("ddp", "fsdp"):
-            cache.register(scaler=scaler)
-        scales = []
-        for p in cache.passes(epochs=1):
-            for i, batch in enumerate(p.batches(16)):
-                loss = model(batch).square().mean() * batch.weight
-                is_large = i % 3 == 2 and ranks.rank == i % 2
-                scaler.scale(loss * (torch.inf if is_large else 1.0)).backward()
+def wrapped(ranks: AnyCommunicator, net: Any, how: str) -> Any:
+    """Return a model in a wrapper of torch, or as it is."""
+    if "fsdp" in how:
+        mesh = init_device_mesh("cpu", (ranks.size,))
+        fully_shard(net.top if how == "fsdp of a part" else net.bag, mesh=mesh)
+        return net if how == "fsdp of a part" else fully_shard(net, mesh=mesh)
+    return DistributedDataParallel(net, static_graph=how == "static") if how in {"ddp", "static", "clipped"} else net
+
+
+def train_scaled(
+    ranks: AnyCommunicator,
+    folder: str,
+    *,
+    large: list[list[int]],
+    wraps: str = "nothing",
+    dense: bool = True,
+    registers: bool = True,
+    epochs: int = 1,
+    batch: int = 16,
+    drops_first: bool = False,
+    commit_after: int | None = None,
+) -> dict[str, Any]:
+    """Train under a scaler; at [pass, batch, rank] of ``large`` the gradients of a rank are not finite."""
+    cache = opened(folder, "scaled.tc")
+    torch.manual_seed(1)
+    model = wrapped(ranks, Net(cache.schema, dense=dense), wraps)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+    cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    if registers:
+        cache.register(scaler=scaler)
+    scales, passes = list[float](), list[int]()
+    try:
+        for p in cache.passes(epochs=epochs):
+            for i, samples in enumerate(p.batches(batch)):
+                if drops_first:
+                    cache.optimizer.zero_grad()
+                loss = model(samples).square().mean() * samples.weight
+                scaler.scale(loss * (torch.inf if [p.index, i, ranks.rank] in large else 1.0)).backward()
                 scaler.step(cache.optimizer)
                 scaler.update()
-                cache.optimizer.zero_grad()
+                if not drops_first:
+                    cache.optimizer.zero_grad()
                 scales.append(scaler.get_scale())
-        return {"scales": scales, "steps": cache.optimizer.rows.steps}
+                if i == commit_after:
+                    cache.commit()
+            passes.append(p.index)
+    except tc.errors.RankError as caught:
+        cache._close(failed=True)
+        return {"error": str(caught), "scales": scales}
+    steps = cache.optimizer.rows.steps
+    cache.close()
+    return {"scales": scales, "steps": steps, "passes": passes}
 
 
 @pytest.mark.sampled(3)
@@ -84,94 +109,43 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all(
 ) -> None:
     """Scales stay the same everywhere: by the gradients of anchors, or by a scaler that was registered."""
     CASE.cut(tmp_path / "passes")
-    found = ranks_pool.run(2, f"{__name__}:overflow", folder=str(tmp_path), wraps=wraps, dense=dense)
-    expected = {"scales": [2.0**10, 2.0**10, 2.0**9, 2.0**9, 2.0**9, 2.0**8], "steps": 4}
-    assert found == [expected] * 2
-    for _, fields in stored(tmp_path, f"{wraps}{dense}.tc").values():
+    how = {"wraps": wraps, "dense": dense, "registers": wraps not in {"ddp", "fsdp"}}
+    found = ranks_pool.run(2, train_scaled, folder=str(tmp_path), large=[[0, 2, 0], [0, 5, 1]], **how)
+    assert found == [{"scales": [2.0**10, 2.0**10, 2.0**9, 2.0**9, 2.0**9, 2.0**8], "steps": 4, "passes": [0]}] * 2
+    for _, fields in stored(tmp_path, "scaled.tc").values():
         assert all(np.isfinite(field).all() for field in fields)
-
-
-def overflow_of_a_pass(ranks: AnyCommunicator, folder: str, *, drops_first: bool) -> dict[str, Any]:
-    """Train passes of one batch; the step of the second is skipped, as gradients of rank 1 are not finite."""
-    seen = list[int]()
-    with opened(folder, f"pass{drops_first}.tc") as cache:
-        model: Any = Net(cache.schema)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler)
-        for p in cache.passes(epochs=3):
-            for batch in p.batches(96):
-                if drops_first:
-                    cache.optimizer.zero_grad()
-                loss = model(batch).square().mean() * (torch.inf if p.index == 1 and ranks.rank else 1.0)
-                scaler.scale(loss).backward()
-                scaler.step(cache.optimizer)
-                scaler.update()
-                if not drops_first:
-                    cache.optimizer.zero_grad()
-            seen.append(p.index)
-        return {"seen": seen, "steps": cache.optimizer.rows.steps, "scale": scaler.get_scale()}
 
 
 @pytest.mark.parametrize("drops_first", [False, True])
 def test_a_pass_whose_only_step_is_skipped_is_trained(ranks_pool: RanksPool, tmp_path: Path, drops_first: bool) -> None:
-    """On all ranks, wherever the loop calls zero_grad()."""
     CASE.cut(tmp_path / "passes")
-    for one in ranks_pool.run(2, f"{__name__}:overflow_of_a_pass", folder=str(tmp_path), drops_first=drops_first):
-        assert one == {"seen": [0, 1, 2], "steps": 2, "scale": 2.0**9}
+    how = {"large": [[1, 0, 1]], "epochs": 3, "batch": 96, "drops_first": drops_first}
+    for one in ranks_pool.run(2, train_scaled, folder=str(tmp_path), **how):
+        assert one == {"scales": [2.0**10, 2.0**9, 2.0**9], "steps": 2, "passes": [0, 1, 2]}
 
 
-def overflow_alone(ranks: AnyCommunicator, folder: str, *, last: int, then: str) -> dict[str, Any]:
-    """Train under a scaler that was not registered, on models that nothing averages; rank 1 skips a step."""
-    cache = opened(folder, f"{last}{then}.tc")
-    model: Any = Net(cache.schema)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    error, skipped = "", 0
-    try:
-        for p in cache.passes(epochs=1):
-            for i, batch in enumerate(p.batches(16)):
-                loss = model(batch).square().mean() * (torch.inf if i == last and ranks.rank else 1.0)
-                scaler.scale(loss).backward()
-                scaler.step(cache.optimizer)
-                scaler.update()
-                cache.optimizer.zero_grad()
-                skipped += scaler.get_scale() < 2.0**10
-                if then == "commits" and i == last:
-                    cache.commit()
-    except tc.errors.RankError as caught:
-        error = str(caught)
-        cache._close(failed=True)
-    return {"error": error, "skipped": skipped}
-
-
-@pytest.mark.parametrize(("last", "then"), [(2, "goes on"), (2, "commits"), (5, "goes on"), (5, "commits")])
+@pytest.mark.parametrize(("last", "commits"), [(2, False), (2, True), (5, False), (5, True)])
 def test_a_step_that_one_rank_skips_alone_is_an_error_of_all_at_once(
-    ranks_pool: RanksPool, tmp_path: Path, last: int, then: str
+    ranks_pool: RanksPool, tmp_path: Path, last: int, commits: bool
 ) -> None:
     """In a pass, at its end and at a commit. The error says to register the scaler, and nothing is committed."""
     CASE.cut(tmp_path / "passes")
-    found = ranks_pool.run(2, f"{__name__}:overflow_alone", folder=str(tmp_path), last=last, then=then)
-    assert [one["skipped"] for one in found] == [0, 1]
+    how = {"large": [[0, last, 1]], "registers": False, "commit_after": last if commits else None}
+    found = ranks_pool.run(2, train_scaled, folder=str(tmp_path), **how)
+    assert [sum(scale < 2.0**10 for scale in one["scales"]) for one in found] == [0, 1]
     for one in found:
         assert "did something else" in one["error"], one
         assert "a GradScaler must be registered: cache.register(scaler=scaler)" in one["error"]
         assert "Timed out" not in one["error"]
-    with tc.Store.open(tmp_path / f"{last}{then}.tc", mode="r") as store:
+    with tc.Store.open(tmp_path / "scaled.tc", mode="r") as store:
         assert store.commit is not None
         assert store.commit.cursor == (0, 0)
 
 
 def train(ranks: AnyCommunicator, folder: str, how: str, *, accumulates: bool) -> dict[str, Any]:
-    """Train with a wrapper."""
     with opened(folder, f"{how}.tc") as cache:
         torch.manual_seed(1)
-        model: Any = Net(cache.schema)
-        if how == "fsdp":
-            mesh = init_device_mesh("cpu", (ranks.size,))
-            fully_shard(model.bag, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-        elif how in ("ddp", "static", "clipped"):
-            model = DistributedDataParallel(model, static_graph=how == "static")
+        model = wrapped(ranks, Net(cache.schema), how)
         cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         optimizer, losses, error = cache.optimizer, [], ""
         try:
@@ -198,44 +172,35 @@ def train(ranks: AnyCommunicator, folder: str, how: str, *, accumulates: bool) -
         return {"losses": losses, "error": error}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("how", ["static", "fsdp", "by hand"])
+@pytest.mark.parametrize(("size", "how"), [(2, "static"), (2, "fsdp"), (2, "by hand"), (1, "fsdp")])
 def test_other_wrappers_train_as_plain_data_parallel(
-    ranks_pool: RanksPool, tmp_path: Path, how: str, accumulates: bool
+    ranks_pool: RanksPool, tmp_path: Path, size: int, how: str, accumulates: bool
 ) -> None:
     """A static graph, FSDP, which takes anchors as any parameter, and loops that average; accumulated and not."""
     CASE.cut(tmp_path / "passes")
-    sides = {
-        one: ranks_pool.run(2, f"{__name__}:train", folder=str(tmp_path), how=one, accumulates=accumulates)
-        for one in ("ddp", how)
-    }
-    assert [one["error"] for one in sides[how]] == ["", ""]
-    for mine, other in zip(sides[how], sides["ddp"], strict=True):
-        np.testing.assert_allclose(mine["losses"], other["losses"], rtol=1e-5)
-    for one, two in zip(stored(tmp_path, f"{how}.tc").values(), stored(tmp_path, "ddp.tc").values(), strict=True):
-        for numbers, others in zip(one[1], two[1], strict=True):
-            np.testing.assert_allclose(numbers, others, rtol=1e-4, atol=1e-6)
-
-
-def test_fsdp_on_one_rank_trains_as_the_plain_model(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """To the same losses and rows."""
-    CASE.cut(tmp_path / "passes")
-    found = [
-        ranks_pool.run(1, f"{__name__}:train", folder=str(tmp_path), how=how, accumulates=False)[0]
-        for how in ("fsdp", "plain")
+    plain = "ddp" if size > 1 else "plain"
+    sides = [
+        ranks_pool.run(size, train, folder=str(tmp_path), how=one, accumulates=accumulates) for one in (how, plain)
     ]
-    assert [one["error"] for one in found] == ["", ""]
-    np.testing.assert_allclose(found[0]["losses"], found[1]["losses"], rtol=1e-6)
-    for one, two in zip(stored(tmp_path, "fsdp.tc").values(), stored(tmp_path, "plain.tc").values(), strict=True):
-        for numbers, others in zip(one[1], two[1], strict=True):
-            np.testing.assert_allclose(numbers, others, rtol=1e-5, atol=1e-7)
+    for mine, other in zip(*sides, strict=True):
+        assert mine["error"] == ""
+        np.testing.assert_allclose(mine["losses"], other["losses"], rtol=1e-5)
+    assert_alike(tmp_path, f"{how}.tc", f"{plain}.tc")
+
+
+def assert_alike(folder: Path, one: str, other: str) -> None:
+    """Compare the rows of two stores, within the roundings of some steps."""
+    for mine, theirs in zip(stored(folder, one).values(), stored(folder, other).values(), strict=True):
+        for numbers, others in zip(mine[1], theirs[1], strict=True):
+            np.testing.assert_allclose(numbers, others, rtol=1e-4, atol=1e-6)
 
 
 def test_clipping_that_leaves_rows_out_is_refused_on_ranks_too(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """Also under DistributedDataParallel. A loop that averages gradients itself leaves whole numbers in the anchor."""
     CASE.cut(tmp_path / "passes")
-    found = ranks_pool.run(2, f"{__name__}:train", folder=str(tmp_path), how="clipped", accumulates=False)
+    found = ranks_pool.run(2, train, folder=str(tmp_path), how="clipped", accumulates=False)
     for one in found:
         assert "gradients were changed" in one["error"]
         assert "cache.clip_grad_norm_" in one["error"]
@@ -249,12 +214,10 @@ class Words(nn.Module):
         self.one, self.two = tc.Embedding(schema, "one"), tc.EmbeddingBag(schema, "two", mode="mean")
 
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return a number for each sample."""
         return (self.one(keys[:, 0]) * self.two(keys)).sum(1)
 
 
 def plain(ranks: AnyCommunicator, folder: str, name: str, *, wrong: str) -> dict[str, Any]:
-    """Train on plain keys, one part of them on each rank."""
     keys = torch.from_numpy(np.random.default_rng(0).integers(0, 40, (64, 3)))
     error = ""
     cache = tc.TierCache(Path(folder) / name, tc.PassDataset.open(Path(folder) / "keys"), **OPTIONS)
@@ -270,9 +233,7 @@ def plain(ranks: AnyCommunicator, folder: str, name: str, *, wrong: str) -> dict
                         model.two(mine)
                 if wrong == "other order" and ranks.rank == 0:
                     model.two(mine)
-                model(mine).square().mean().backward()
-                cache.optimizer.step()
-                cache.optimizer.zero_grad()
+                step_by(cache, model(mine).square().mean())
                 with torch.no_grad():
                     model(torch.arange(100, 106).view(2, 3) + p.index)
     except tc.errors.RankError as caught:
@@ -282,29 +243,25 @@ def plain(ranks: AnyCommunicator, folder: str, name: str, *, wrong: str) -> dict
     return {"error": error}
 
 
+def cut_keys(folder: Path, passes: int = 1) -> None:
+    """Write key sets of two tables."""
+    optimizer, uniform = tc.optim.Adagrad(learning_rate=0.1), tc.init.Uniform(low=-1, high=1)
+    tables = [tc.Table(name=name, dim=4, optimizer=optimizer, initializer=uniform) for name in ("one", "two")]
+    tc.write_key_sets(folder / "keys", tables, [{"one": np.arange(40), "two": np.arange(40)}] * passes)
+
+
 def test_ranks_train_plain_keys_as_one_process(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Each has its samples; gradients are averaged as DistributedDataParallel averages them."""
-    tables = [tc.Table(name=name, dim=4, optimizer=tc.optim.Adagrad(learning_rate=0.1)) for name in ("one", "two")]
-    every = np.arange(40)
-    tc.write_key_sets(tmp_path / "keys", tables, [{"one": every, "two": every}])
-    sides = []
+    cut_keys(tmp_path)
     for size in (1, 2):
-        found = ranks_pool.run(size, f"{__name__}:plain", folder=str(tmp_path), name=f"{size}.tc", wrong="")
+        found = ranks_pool.run(size, plain, folder=str(tmp_path), name=f"{size}.tc", wrong="")
         assert [one["error"] for one in found] == [""] * size
-        sides.append(stored(tmp_path, f"{size}.tc"))
-    for one, two in zip(*(side.values() for side in sides), strict=True):
-        for numbers, others in zip(one[1], two[1], strict=True):
-            np.testing.assert_allclose(numbers, others, rtol=1e-4, atol=1e-6)
+    assert_alike(tmp_path, "1.tc", "2.tc")
 
 
 @pytest.mark.parametrize("wrong", ["validates alone", "other order"])
 def test_ranks_that_look_other_keys_up_are_told_so(ranks_pool: RanksPool, tmp_path: Path, wrong: str) -> None:
-    """On all ranks, and at once: no rank gets another one's keys."""
-    tables = [tc.Table(name=name, dim=4) for name in ("one", "two")]
-    every = np.arange(40)
-    tc.write_key_sets(tmp_path / "keys", tables, [{"one": every, "two": every}])
-    found = ranks_pool.run(2, f"{__name__}:plain", folder=str(tmp_path), name="wrong.tc", wrong=wrong)
-    for one in found:
+    cut_keys(tmp_path)
+    for one in ranks_pool.run(2, plain, folder=str(tmp_path), name="wrong.tc", wrong=wrong):
         assert "look" in one["error"], one
 
 
@@ -347,15 +304,13 @@ def beside_batches(ranks: AnyCommunicator, folder: str, when: str, *, evaluates:
 def test_a_validation_of_one_rank_beside_batches_is_told_at_once(
     ranks_pool: RanksPool, tmp_path: Path, when: str, evaluates: bool
 ) -> None:
-    """22: no step gets the keys of a validation, and no rank waits for a time-out."""
+    """No step gets the keys of a validation, and no rank waits for a time-out."""
     CASE.cut(tmp_path / "passes")
-    found = ranks_pool.run(2, f"{__name__}:beside_batches", folder=str(tmp_path), when=when, evaluates=evaluates)
-    for one in found:
+    for one in ranks_pool.run(2, beside_batches, folder=str(tmp_path), when=when, evaluates=evaluates):
         assert "all ranks must make the same" in one["error"], one
 
 
 def one_leaves(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
-    """Have rank 1 fail in its own code while rank 0 looks up keys."""
     error = ""
     cache = opened(folder, "left.tc")
     rows = tc.Embedding(cache.schema, "g")
@@ -374,22 +329,10 @@ def one_leaves(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
 def test_a_rank_that_fails_ends_a_lookup_of_the_others(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """Immediately, without a time-out, and the error says what they were doing."""
     CASE.cut(tmp_path / "passes")
-    found = ranks_pool.run(2, f"{__name__}:one_leaves", folder=str(tmp_path))
+    found = ranks_pool.run(2, one_leaves, folder=str(tmp_path))
     assert "RankErrora rank ended or did not answer while rank 0 was looking up keys" in found[0]["error"]
     assert "Timed out" not in found[0]["error"]
     assert found[1]["error"] == "ZeroDivisionError"
-
-
-class Baseline(nn.Module):
-    """A bag alone."""
-
-    def __init__(self, schema: tc.Schema) -> None:
-        super().__init__()
-        self.bag = tc.EmbeddingBag(schema, SPECS[0].name, mode="sum")
-
-    def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Return a number for each sample."""
-        return self.bag(batch).sum(1)
 
 
 def without_store(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
@@ -397,20 +340,18 @@ def without_store(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
     passes = tc.PassDataset.open(Path(folder) / "passes")
     with pytest.warns(UserWarning, match=f"each of the {ranks.size} ranks trains its own copy of all rows"):
         cache = tc.TierCache(None, passes)
-    model = Baseline(cache.schema)
-    cache.register(model=model)
+    bag = tc.EmbeddingBag(cache.schema, SPECS[0].name, mode="sum")
+    cache.register(bag=bag)
     for p in cache.passes(epochs=1):
         for batch in p.batches(16):
-            model(batch).square().mean().backward()
-            cache.optimizer.step()
-            cache.optimizer.zero_grad()
+            step_by(cache, bag(batch).square().mean())
     return {"sum": float(cache.live_rows().fields(SPECS[0].table, np.arange(30))[0].sum())}
 
 
 def test_a_cache_without_store_trains_alone_on_each_rank_and_says_so(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """A baseline may need exactly that."""
     CASE.cut(tmp_path / "passes")
-    one, two = ranks_pool.run(2, f"{__name__}:without_store", folder=str(tmp_path))
+    one, two = ranks_pool.run(2, without_store, folder=str(tmp_path))
     assert one == two
     assert np.isfinite(one["sum"])
 
@@ -425,9 +366,7 @@ def train_model(ranks: AnyCommunicator, folder: str, name: str) -> dict[str, Any
         for p in cache.passes(epochs=1):
             for one, _ in world.batches[p.sub_dataset][ranks.rank :: ranks.size]:
                 loss = model(*one)
-                loss.backward()
-                cache.optimizer.step()
-                cache.optimizer.zero_grad()
+                step_by(cache, loss)
                 losses.append(loss.item())
     return {"losses": losses}
 
@@ -438,7 +377,7 @@ def test_a_converted_model_trains_on_two_ranks_to_the_losses_of_torch(
     ranks_pool: RanksPool, tmp_path: Path, name: str
 ) -> None:
     """No line of forward is changed; over 200 steps."""
-    found = ranks_pool.run(2, f"{__name__}:train_model", folder=str(tmp_path), name=name)
+    found = ranks_pool.run(2, train_model, folder=str(tmp_path), name=name)
     world, theirs = World(name, tmp_path / "alone", ranks=2), []
     for some in world.batches:
         for one, two in zip(some[::2], some[1::2], strict=True):
@@ -456,9 +395,7 @@ def validate_alone(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
         cache.register(model=model)
         for p in cache.passes(epochs=1):
             for some in torch.arange(36).view(4, 3, 3):
-                model(some).square().mean().backward()
-                cache.optimizer.step()
-                cache.optimizer.zero_grad()
+                step_by(cache, model(some).square().mean())
             if ranks.rank == 0 and p.index == 2:
                 with tc.Store.open(Path(folder) / "m.tc", mode="r") as store:
                     known = store.lookup("one", keys.numpy(), missing="initial")["vector"]
@@ -476,8 +413,6 @@ def validate_alone(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
 
 def test_rank_0_validates_alone_on_the_rows_of_the_last_commit(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """Without a collective: the other rank takes no part."""
-    tables = [tc.Table(name=name, dim=4, initializer=tc.init.Uniform(low=-1, high=1)) for name in ("one", "two")]
-    every = np.arange(40)
-    tc.write_key_sets(tmp_path / "keys", tables, [{"one": every, "two": every}] * 3)
-    found = ranks_pool.run(2, f"{__name__}:validate_alone", folder=str(tmp_path))
+    cut_keys(tmp_path, passes=3)
+    found = ranks_pool.run(2, validate_alone, folder=str(tmp_path))
     assert found == [{"in the pass": True, "after it": True}, {}]

@@ -2,10 +2,8 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +11,15 @@ import numpy as np
 import pytest
 
 from tests.cli.command import error_of, run, told
-from tests.dist.meeting import meet
-from tests.dist.sharded_world import (
-    TABLES,
-    advance,
-    expected,
-    opened,
-    sentences,
-    sharding_on,
-    take,
-    train_shards,
-    world_of,
-)
+from tests.dist.sharded_world import TABLES, ShardWorld, expected, on_ranks, sharding_on, take, train_on, world_of
 from tests.dist.test_sharded_store import go_on as go_on_elsewhere
+from tiercache.dist.shard_writer import ShardWriter
 from tiercache.store import (
     CorruptStoreError,
     Cursor,
     NotAStoreError,
     Store,
     StoreInUseError,
-    StoreMissingError,
     TableMismatchError,
     info,
     verification,
@@ -43,13 +30,11 @@ from tiercache.store.verification import Verification
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A store of three ranks after some commits."""
-    assert train_shards(tmp_path / "s", 3, 4) == [None] * 3
+    train_on(tmp_path / "s", 3, 4)
     return tmp_path / "s"
 
 
 def test_info_counts_every_row_once(path: Path) -> None:
-    """By table over all ranks, slices of a table together; and each rank separately."""
     found = json.loads(run("info", path, "--json"))
     wanted = {name: len(keys) for name, keys in expected(Cursor(2)).items()}
     assert {table["name"]: table["rows"] for table in found["tables"]} == wanted
@@ -78,10 +63,9 @@ def test_info_counts_every_row_once(path: Path) -> None:
 
 
 def test_info_of_a_store_on_other_disks(tmp_path: Path) -> None:
-    """It names the folder of each rank, and counts the bytes of each once."""
     path = tmp_path / "s"
     disks = [path, tmp_path / "a", tmp_path / "b"]
-    assert train_shards(path, 3, 4, shard_dirs=disks) == [None] * 3
+    train_on(path, 3, 4, shard_dirs=disks)
     found = info(path)
     assert found["folders"] == [str(path), str(tmp_path / "a" / "rank-1"), str(tmp_path / "b" / "rank-2")]
     blocks = sum(file.stat().st_blocks for file in tmp_path.rglob("*") if file.is_file())
@@ -90,35 +74,13 @@ def test_info_of_a_store_on_other_disks(tmp_path: Path) -> None:
 
 
 def test_info_of_a_store_without_a_commit(tmp_path: Path) -> None:
-    """The record says so."""
-    assert train_shards(tmp_path / "s", 2, 0) == [None, None]
+    train_on(tmp_path / "s", 2, 0)
     assert (info(tmp_path / "s")["commit"], info(tmp_path / "s")["commits"]) == (None, [])
     assert "commit   none yet\n  rows     0, " in run("info", tmp_path / "s")
     assert "is intact" in run("verify", tmp_path / "s")
 
 
-def test_a_commit_that_some_ranks_prepared_is_not_seen(path: Path) -> None:
-    """Neither during the training nor after a kill."""
-
-    def body(ranks: Any) -> None:
-        shards, world = opened(path, ranks)
-        with shards:
-            if ranks.rank != 1:
-                advance(shards.store, world, shards.cursor)
-            if ranks.rank == 0:
-                looked.append(verify(path)["problems"])
-            ranks.all_gather_object(None)
-
-    looked = list[list[str]]()
-    before = info(path)
-    assert meet(3, body) == [None] * 3
-    assert looked == [[]]
-    assert verify(path)["problems"] == []
-    assert {**info(path), "file_bytes": 0, "shards": 0} == {**before, "file_bytes": 0, "shards": 0}
-
-
 def test_verify_reads_all_ranks(path: Path) -> None:
-    """The report counts the bytes of each rank."""
     assert "rows in 3 ranks at " in run("verify", path)
     found = told("verify", path)
     assert found["problems"] == []
@@ -133,7 +95,6 @@ def test_verify_reads_all_ranks(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["data.mdb", "rank-2/data.mdb"])
 def test_verify_says_which_rank_is_damaged(path: Path, name: str) -> None:
-    """Wherever its file is."""
     with (path / name).open("r+b") as file:
         file.seek(2 * 4096)
         file.write(bytes(np.random.default_rng(0).bytes(20_000)))
@@ -143,102 +104,20 @@ def test_verify_says_which_rank_is_damaged(path: Path, name: str) -> None:
     assert any("rank-2" in sentence for sentence in found) == (name != "data.mdb")
 
 
-def swapped(path: Path, _: Path) -> None:
-    """Give each of two ranks the folder of the other."""
-    (path / "rank-1").rename(path / "x")
-    (path / "rank-2").rename(path / "rank-1")
-    (path / "x").rename(path / "rank-2")
-
-
-def foreign(path: Path, other: Path) -> None:
-    """Put the rank of another store in place of one."""
-    shutil.rmtree(path / "rank-2")
-    shutil.copytree(other / "rank-2", path / "rank-2")
-
-
-def whole_store(path: Path, other: Path) -> None:
-    """Put a whole store in place of a rank."""
-    shutil.rmtree(path / "rank-2")
-    shutil.copytree(other, path / "rank-2")
-
-
-def without_marker(path: Path, _: Path) -> None:
-    """Delete the marker of a rank."""
-    (path / "rank-1" / "store.json").unlink()
-
-
-def older(path: Path, _: Path) -> None:
-    """Train on, and put a rank back as it was."""
-    shutil.copytree(path / "rank-1", path.parent / "backup")
-    assert train_shards(path, 3, 2) == [None] * 3
-    shutil.rmtree(path / "rank-1")
-    shutil.copytree(path.parent / "backup", path / "rank-1")
-
-
-def older_zero(path: Path, _: Path) -> None:
-    """Train on, and restore an old copy of the store's folder, without the other ranks' folders."""
-    shutil.copytree(path, path.parent / "backup", ignore=shutil.ignore_patterns("rank-*"))
-    assert train_shards(path, 3, 2) == [None] * 3
-    for rank in (1, 2):
-        (path / f"rank-{rank}").rename(path.parent / "backup" / f"rank-{rank}")
-    shutil.rmtree(path)
-    (path.parent / "backup").rename(path)
-
-
-WRONG: dict[str, tuple[Callable[[Path, Path], None], type[Exception], str]] = {
-    "missing": (
-        lambda path, _: shutil.rmtree(path / "rank-1"), StoreMissingError,
-        "rank 1 of the store at .* is missing: .*/rank-1 does not exist: restore it from a copy",
-    ),
-    "swapped": (swapped, NotAStoreError, "/rank-1 has rank 2 of .*, not rank 1 of the store at .*: restore it"),
-    "of another store": (foreign, NotAStoreError, "/rank-2 has rank 2 of another store, not rank 2 of the store at"),
-    "a whole store": (whole_store, NotAStoreError, "/rank-2/store.json does not belong to rank 2 of the store at"),
-    "without its marker": (without_marker, NotAStoreError, "rank 1 of the store at .* has no marker: .*restore"),
-    "older": (older, CorruptStoreError, r"ranks/1\.5 of the store at .*/rank-1 is missing.*restore the store"),
-    "rank 0 older": (older_zero, CorruptStoreError, r"ranks/1\.3 of the store at .*/rank-1 is missing.*restore"),
-}  # fmt: skip
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("case", WRONG)
-@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_a_rank_that_does_not_belong_is_one_sentence(tmp_path: Path, case: str, engine: str) -> None:
-    """For readers, verification, rollbacks and trainings; nothing is changed."""
-    damage, kind, words = WRONG[case]
-    path, other = tmp_path / "s", tmp_path / "other"
-    assert train_shards(path, 3, 4, engine=engine) == [None] * 3
-    if case in {"of another store", "a whole store"}:
-        assert train_shards(other, 3, 4, engine=engine) == [None] * 3
-    damage(path, other)
-    before = {str(file): file.read_bytes() for file in path.rglob("*") if file.suffix != ".lock" and file.is_file()}
-    for look in (lambda: Store.open(path, mode="r"), lambda: Store.open(path), lambda: info(path)):
-        with pytest.raises(kind, match=words):
-            look()
-    for command in (("info",), ("verify",), ("rollback", "--to", 3), ("pin", "best")):
-        assert re.search(words, error_of(command[0], path, *command[1:])), command
-    assert re.search(words, sentences(train_shards(path, 3, 1)))
-    after = {str(file): file.read_bytes() for file in path.rglob("*") if file.suffix != ".lock" and file.is_file()}
-    assert {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} <= {
-        str(folder / "lock.mdb") for folder in (path, path / "rank-1", path / "rank-2")
-    }
-
-
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_rows_that_belong_to_other_ranks_are_problems(tmp_path: Path, engine: str) -> None:
     """Even if no byte is damaged; and slices of a table with different keys."""
     path = tmp_path / "s"
 
-    def body(ranks: Any) -> None:
-        shards, world = opened(path, ranks, engine=engine)
+    def body(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:
         other = world_of(sharding_on(3), 1 - ranks.rank) if ranks.rank < 2 else world
         for keys, others in zip(world.passes, other.passes, strict=True):
             keys["item"] = others["item"]
             keys["word"] = keys["word"][ranks.rank :]
-        with shards:
-            for _ in range(4):
-                take(shards, world)
+        for _ in range(4):
+            take(shards, world)
 
-    assert meet(3, body) == [None] * 3
+    assert on_ranks(path, 3, body, engine=engine) == [None] * 3
     found = verify(path)["problems"]
     for words in (
         "rank 0 of the store at .* has rows of table 'item' that the sharding gives to other ranks: restore",
@@ -263,7 +142,7 @@ def test_a_training_beside_verification_is_no_damage(
 ) -> None:
     """After the store was opened, or one rank was verified, or both: older commits go, or ranks do."""
     path, calls, told = tmp_path / "s", [0], list[dict[str, Any]]()
-    assert train_shards(path, 2, 4, engine=engine, retention=3) == [None] * 2
+    train_on(path, 2, 4, engine=engine, retention=3)
 
     def counted(plain: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -309,7 +188,6 @@ def go_on(path: Path, meanwhile: str) -> None:
 
 
 def test_lookup_shows_whole_rows(path: Path) -> None:
-    """Rows are joined over all ranks; a commit that is not kept cannot be selected."""
     key = next(iter(expected(Cursor(2))["word"]))
     (row,) = json.loads(run("lookup", path, "word", "--json", "--", key))
     assert (row["key"], len(row["vector"]), len(row["sum"])) == (key, 5, 1)
@@ -319,7 +197,6 @@ def test_lookup_shows_whole_rows(path: Path) -> None:
 
 
 def test_commands_are_for_all_ranks(path: Path) -> None:
-    """The folder of one rank is not a store for any of them, and the message names the store."""
     words = "/rank-1 has the rows of one rank of a store: pass the path of the whole store, which all ranks commit"
     for command in (
         ("info",), ("verify",), ("compact",), ("reorganize", path), ("rollback", "--to", 2), ("pin", "best"), ("diff",),

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.meeting import meet
-from tests.dist.sharded_world import divide_anew, sentences, sharding_on, train_shards
+from tests.dist.sharded_world import divide_among, sentences, train_on, train_shards
 from tests.no_files import NO_FILES, at_once
 from tests.store.damage import assert_sentence
 from tiercache.store import Store, StoreError, info, verify
@@ -19,9 +18,8 @@ OF_WRITERS = ["other-ranks.json", "rank-1/store.json.new", "other-ranks.json.new
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of two ranks."""
     path = tmp_path_factory.mktemp("sharded") / "s"
-    assert train_shards(path, 2, 2) == [None] * 2
+    train_on(path, 2, 2)
     return path
 
 
@@ -64,12 +62,11 @@ def test_every_way_to_open_says_what_is_there(sharded: Path, name: str, what: st
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", [*NO_FILES])
 def test_what_has_the_name_of_a_new_rank_is_not_written_over(tmp_path: Path, what: str) -> None:
-    """Every rank names the obstacle, and both stay unchanged; an empty folder is used."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 2) == [None] * 2
+    train_on(path, 2, 2)
     NO_FILES[what](path / "rank-2")
     with at_once(60):
-        found = meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3)))
+        found = divide_among(path, 3)
     if what == "a folder":
         assert found == [None] * 3
         assert verify(path)["ranks"] == 3
@@ -83,14 +80,13 @@ def test_what_has_the_name_of_a_new_rank_is_not_written_over(tmp_path: Path, wha
 
 @pytest.mark.parametrize("what", ["a FIFO", "a socket", "a device", "a link to itself"])
 def test_drafts_are_written_over(tmp_path: Path, what: str) -> None:
-    """Drafts of a rank's marker and of the note of folders, whoever left them."""
     path, disk = tmp_path / "s", tmp_path / "disk"
-    assert train_shards(path, 2, 1) == [None] * 2
+    train_on(path, 2, 1)
     (disk / "rank-2").mkdir(parents=True)
     NO_FILES[what](disk / "rank-2" / "store.json.new")
     NO_FILES[what](path / "other-ranks.json.new")
     folders = [path, path, disk]
     with at_once(60):
-        assert meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3), shard_dirs=folders)) == [None] * 3
+        assert divide_among(path, 3, shard_dirs=folders) == [None] * 3
     assert verify(path)["problems"] == []
     assert not os.path.lexists(path / "other-ranks.json.new")

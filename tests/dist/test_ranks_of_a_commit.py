@@ -3,24 +3,23 @@
 import json
 import re
 import struct
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
 import pytest
 
-from tests.dist.meeting import meet
-from tests.dist.sharded_world import TABLES, check_shards, divide_anew, sentences, sharding_on, train_shards
+from tests.dist.sharded_world import TABLES, check_shards, sentences, train_on, train_shards
 from tests.files import files_of
 from tests.store.damage import DEEP, assert_sentence, damaged, generator_of, lie, plant, records_of
 from tests.store.damage import opened as opened_record
 from tests.store.damage import sealed as sealed_record
 from tiercache.store import CorruptStoreError, Cursor, NotAStoreError, Store, StoreError
 from tiercache.store.commit import CommitRecord
-from tiercache.store.opening import newest_record, open_folder
+from tiercache.store.opening import open_folder
 from tiercache.store.rank_folder import RankFolder, store_id
 
 ENGINES = pytest.mark.parametrize("engine", ["lmdb", "zarr"])
@@ -28,16 +27,14 @@ FIELDS = ("ranks", "folders", "sharding")
 
 
 def whole_engine(path: Path, rank: int, engine: str) -> Any:
-    """Open the engine of a rank for writing."""
     return open_folder(path / f"rank-{rank}" if rank else path, TABLES, engine, "a", None, create=False).engine
 
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """Return the record of a commit of three ranks, one of them on another disk."""
     folder = tmp_path_factory.mktemp("ranks")
     path = folder / "s"
-    assert train_shards(path, 3, 4, retention=2, shard_dirs=[path, path, folder / "disk ü"]) == [None] * 3
+    train_on(path, 3, 4, retention=2, shard_dirs=[path, path, folder / "disk ü"])
     engine = whole_engine(path, 0, "lmdb")
     name = engine.newest().name
     found: bytes = records_of(engine)[name]
@@ -46,15 +43,12 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def changed(record: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
-    """Return the record with other values, with a right checksum."""
     header, arrays = opened_record(record)
     change(header["values"])
     return sealed_record(json.dumps(header).encode(), arrays)
 
 
 def put(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
-    """Return a change of the value at ``path`` in a record."""
-
     def change(values: dict[str, Any]) -> None:
         *way, key = path
         part: Any = values
@@ -66,8 +60,6 @@ def put(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def without(*names: str) -> Callable[[dict[str, Any]], None]:
-    """Return a change that leaves fields out."""
-
     def change(values: dict[str, Any]) -> None:
         for name in names:
             del values[name]
@@ -77,49 +69,34 @@ def without(*names: str) -> Callable[[dict[str, Any]], None]:
 
 LIES = [
     (without("sharding"), "it has 3 ranks and no sharding"),
-    (without("sharding", "folders"), "it has 3 ranks and no sharding"),
     (without("folders"), "'folders'"),
     (without("ranks"), "'ranks'"),
     (put("ranks", to=[]), "it has 0 ranks, 3 folders and a sharding for 3"),
     (lambda values: values["ranks"].pop(), "it has 2 ranks, 3 folders and a sharding for 3"),
-    (lambda values: values["ranks"].append(values["ranks"][0]), "it has 4 ranks, 3 folders and a sharding for 3"),
     (lambda values: values["folders"].pop(), "it has 3 ranks, 2 folders and a sharding for 3"),
     (put("folders", to=[]), "it has 3 ranks, 0 folders and a sharding for 3"),
     (put("folders", to=7), "not iterable"),
     (put("folders", to=[".", 1, "rank-2"]), "cannot be read"),
-    (put("folders", to=[".", None, "rank-2"]), "cannot be read"),
     (put("folders", 0, to="rank-0"), "'rank-0' is not a folder of rank 0"),
-    (put("folders", 0, to="/etc"), "'/etc' is not a folder of rank 0"),
     (put("folders", 1, to="rank-2"), "'rank-2' is not a folder of rank 1"),
-    (put("folders", 1, to="."), r"'\.' is not a folder of rank 1"),
     (put("folders", 1, to=".."), r"'\.\.' is not a folder of rank 1"),
     (put("folders", 1, to="../rank-1"), r"'\.\./rank-1' is not a folder of rank 1"),
     (put("folders", 1, to="a/rank-1"), "'a/rank-1' is not a folder of rank 1"),
     (put("folders", 1, to="/a/../rank-1"), r"'/a/\.\./rank-1' is not a folder of rank 1"),
     (put("folders", 1, to="/etc"), "'/etc' is not a folder of rank 1"),
     (put("folders", 1, to="/a\n/rank-1"), "is not a folder of rank 1"),
-    (put("folders", 1, to="/a\0/rank-1"), "is not a folder of rank 1"),
-    (put("folders", 1, to=""), "'' is not a folder of rank 1"),
-    (put("folders", 1, to="rank-01"), "'rank-01' is not a folder of rank 1"),
     (put("sharding", to=[]), r"a sharding plan's record is \[\]"),
-    (put("sharding", to=None), "a sharding plan's record is None"),
     (put("sharding", to={}), "a sharding plan's record"),
-    (put("sharding", "num_ranks", to=2), "cannot be read"),
     (put("sharding", "num_ranks", to=4), "it has 3 ranks, 3 folders and a sharding for 4"),
     (put("sharding", "num_ranks", to=0), "expected a whole number >= 1"),
-    (put("sharding", "num_ranks", to=1.0), "expected a whole number >= 1"),
     (put("sharding", "tables", to={}), "the sharding is of other tables"),
     (put("sharding", "tables", "item", to={"kind": "rows"}), "the sharding of table 'item' is 'rows'"),
     (put("sharding", "tables", "day", "slices", to=[[2, 0, 2]]), "the sharding of table 'day'"),
     (put("sharding", "tables", "day", "slices", to=[[3, 0, 3]]), "the sharding of table 'day'|rank"),
-    (put("sharding", "tables", "word", "slices", to=[[0, 0, 2], [0, 2, 5]]), "the sharding of table 'word'"),
     (put("sharding", "tables", "word", "slices", to=[[0, 0, 2], [1, 3, 5]]), "the sharding of table 'word'"),
     (put("ranks", 1, to=["ranks/1.3", 7]), "cannot be read"),
-    (put("ranks", 1, to=None), "cannot be read"),
     (put("ranks", 1, 1, to=-1), "cannot be read"),
-    (put("ranks", 1, 1, to="9"), "cannot be read"),
     (put("ranks", 1, 2, to="x"), "cannot be read"),
-    (put("ranks", 1, 2, to=7), "cannot be read"),
     (put("stored", to=[[]]), "tables of before an alteration|cannot be read"),
 ]
 """Changes of a record, and the resulting messages."""
@@ -127,7 +104,6 @@ LIES = [
 
 @pytest.mark.parametrize(("change", "words"), LIES, ids=range(len(LIES)))
 def test_a_record_that_makes_no_sense_is_one_error(record: bytes, change: Callable[..., None], words: str) -> None:
-    """Folders that lead elsewhere, missing ranks, and shardings of other tables."""
     with pytest.raises(CorruptStoreError, match=words) as caught:
         CommitRecord.from_bytes(changed(record, change), "it")
     assert "\n" not in str(caught.value)
@@ -180,7 +156,7 @@ def _swap(values: dict[str, Any]) -> None:
     values["ranks"][1], values["ranks"][2] = values["ranks"][2], values["ranks"][1]
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(10)
 @ENGINES
 @pytest.mark.parametrize(
     ("change", "words"),
@@ -194,22 +170,18 @@ def _swap(values: dict[str, Any]) -> None:
         (put("ranks", 1, 0, to="ranks/1.99"), r"ranks/1\.99.*: restore"),
         (put("ranks", 1, 0, to="commits/3"), r"commits/3.*: restore"),
         (put("folders", 2, to="/etc/rank-1"), "'/etc/rank-1' is not a folder of rank 2.*: restore"),
-        (put("folders", to=[".", "rank-2", "rank-1"]), "'rank-2' is not a folder of rank 1.*: restore"),
-        (lambda values: values["ranks"].pop(), "it has 2 ranks, 3 folders and a sharding for 3.*: restore"),
-        (without("sharding"), "it has 3 ranks and no sharding.*: restore"),
         (
             put("sharding", "tables", "item", to={"kind": "table_wise", "slices": [[1, 0, 7]]}),
             "the sharding of table 'item' has 7 columns, but the table has 8.*: restore",
         ),
     ],
-    ids=range(13),
+    ids=range(10),
 )
 def test_a_commit_whose_ranks_are_others_is_not_trained(
     tmp_path: Path, engine: str, change: Callable[..., None], words: str
 ) -> None:
-    """Nor read, nor divided: the store is unchanged."""
     path = tmp_path / "s"
-    assert train_shards(path, 3, 4, engine=engine) == [None] * 3
+    train_on(path, 3, 4, engine=engine)
     planted(path, engine, change)
     held = blobs_of(path)
     errors = train_shards(path, 3, 1)
@@ -226,7 +198,7 @@ def test_a_commit_whose_ranks_are_others_is_not_trained(
 def test_a_sharding_that_the_lists_of_ranks_do_not_fit_is_refused(tmp_path: Path, engine: str) -> None:
     """The tables of ranks would have other columns: such rows are neither trained nor read."""
     path = tmp_path / "s"
-    assert train_shards(path, 3, 4, engine=engine) == [None] * 3
+    train_on(path, 3, 4, engine=engine)
     planted(path, engine, put("sharding", "tables", "word", to={"kind": "row_wise"}))
     held = blobs_of(path)
     assert "has a different sharding" in sentences(train_shards(path, 3, 1))
@@ -237,7 +209,6 @@ def test_a_sharding_that_the_lists_of_ranks_do_not_fit_is_refused(tmp_path: Path
 
 
 def assert_refused(sentence: str, words: str) -> None:
-    """Assert that a message is one line with the expected words."""
     assert re.search(words, sentence), sentence
     assert "\n" not in sentence
 
@@ -250,36 +221,13 @@ def blobs_of(path: Path) -> dict[str, bytes]:
     }  # fmt: skip
 
 
-@ENGINES
-def test_a_list_of_another_moment_is_not_taken(tmp_path: Path, engine: str) -> None:
-    """Rank 1's list of a commit before, under the name in the newest commit."""
-    path = tmp_path / "s"
-    assert train_shards(path, 3, 4, engine=engine, retention=2) == [None] * 3
-    record = newest_record(path)
-    rank = whole_engine(path, 1, engine)
-    older, newer = (next(name for name in rank.list() if name.startswith(f"ranks/1.{id_}")) for id_ in (2, 3))
-    data = records_of(rank)[older]
-    plant(rank, newer, data)
-    rank.close()
-    held = blobs_of(path)
-    errors = train_shards(path, 3, 1)
-    assert any(isinstance(error, CorruptStoreError) for error in errors), errors
-    assert f"{record.ranks[1].name} of" in sentences(errors)
-    for mode in ("r", "a"):
-        with pytest.raises(CorruptStoreError, match=r"ranks/1\.3.*: restore the store from a copy"):
-            Store.open(path, mode=mode)
-    errors = meet(2, lambda ranks: divide_anew(path, ranks, sharding_on(2, 1)))
-    assert any(isinstance(error, CorruptStoreError) for error in errors), errors
-    assert {name: data for name, data in blobs_of(path).items() if name in held} == held
-
-
 # -- the markers of ranks' folders -----------------------------------------------------------------------------
 
 
 def test_markers_of_any_bytes_are_refused_in_a_sentence(tmp_path: Path) -> None:
     """Nothing is deleted in a folder without a marker, or with another store's or rank's."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 2) == [None] * 2
+    train_on(path, 2, 2)
     folder, marker, id_ = path / "rank-1", path / "rank-1" / "store.json", store_id(path)
     (folder / "rows").touch()
     written = marker.read_bytes()
@@ -312,53 +260,26 @@ def test_markers_of_any_bytes_are_refused_in_a_sentence(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("what", ["a folder", "a link to itself", "a link to a folder"])
-def test_a_marker_that_is_no_file_is_named(tmp_path: Path, what: str) -> None:
-    """It is not an error of Python's."""
-    path = tmp_path / "s"
-    assert train_shards(path, 2, 2) == [None] * 2
-    place = path / "rank-1" / "store.json"
-    place.unlink()
-    if what == "a folder":
-        place.mkdir()
-    else:
-        place.symlink_to(place if "itself" in what else tmp_path)
-    for mode in ("r", "a"):
-        with pytest.raises(StoreError, match=r"rank-1/store\.json cannot be read \(.+\): restore") as caught:
-            Store.open(path, mode=mode)
-        assert_sentence(caught.value)
-    assert isinstance(train_shards(path, 2, 0)[1], StoreError)
-
-
 def test_a_rank_is_deleted_by_several_at_once_and_whatever_is_made_there_meanwhile(tmp_path: Path) -> None:
-    """Nothing remains, and none of them raises an error."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 2) == [None] * 2
-    id_, ended = store_id(path), threading.Event()
-    place = RankFolder(path, "/".join((str(tmp_path / "disk"), "rank-1")), 1, id_)
+    train_on(path, 2, 2)
+    place = RankFolder(path, str(tmp_path / "disk" / "rank-1"), 1, store_id(path))
 
     def disturb() -> None:
-        while not ended.is_set():
-            try:
+        for _ in range(20):
+            with suppress(OSError):
                 (place.path / "leases").mkdir(exist_ok=True)
                 (place.path / "leases" / "7").touch()
                 (place.path / "leases" / "7").unlink()
-            except OSError:
-                pass
 
     with ThreadPoolExecutor(4) as pool:
-        disturbing = pool.submit(disturb)
-        try:
-            for _ in range(50):
-                place.make("lmdb")
-                for name in ("data.mdb", "blocks/1", "blocks/2"):
-                    (place.path / name).parent.mkdir(exist_ok=True)
-                    (place.path / name).touch()
-                for done in [pool.submit(place.delete) for _ in range(3)]:
-                    done.result()
-        finally:
-            ended.set()
-        disturbing.result()
+        for _ in range(50):
+            place.make("lmdb")
+            for name in ("data.mdb", "blocks/1", "blocks/2"):
+                (place.path / name).parent.mkdir(exist_ok=True)
+                (place.path / name).touch()
+            for done in [pool.submit(work) for work in (disturb, *[place.delete] * 3)]:
+                done.result()
     place.delete()
     assert not (place.path / "data.mdb").exists()
     assert not (place.path / "store.json").exists()
@@ -366,7 +287,6 @@ def test_a_rank_is_deleted_by_several_at_once_and_whatever_is_made_there_meanwhi
 
 
 def json_of(data: bytes) -> Any:
-    """Return the value of JSON bytes, None if they are not JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):

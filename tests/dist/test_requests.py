@@ -10,13 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.train.cases import table
-from tiercache.dist.pooled import (
-    PoolableFeature,
-    PooledBlock,
-    PoolingChoice,
-    encode_block,
-    split_by_rank,
-)
+from tiercache.dist.pooled import PoolableFeature, PooledBlock, PoolingChoice, encode_block, split_by_rank
 from tiercache.dist.pooled_output import PooledBatch, ServedPart
 from tiercache.dist.requests import RequestBuilder
 from tiercache.dist.shard_layout import Destination, Owners, ShardLayout, out_of_bounds
@@ -117,7 +111,6 @@ def test_a_pass_may_have_more_rows_than_an_int32_counts() -> None:
 
 
 def test_ids_of_no_feature_are_no_rows() -> None:
-    """A rank may ask for nothing at all."""
     check(owners_of([3, 3, 3], [[1], [1], [1]], ["row_wise"] * 3), 0, {})
 
 
@@ -134,13 +127,8 @@ def test_an_id_outside_its_table_is_refused_by_name(id_: int) -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(0, 5), (-1, 3), (2, 2147483647)])
 def test_numbers_that_are_no_rows_are_named(low: int, high: int) -> None:
-    """With the rank that was asked, and the table."""
     said = str(out_of_bounds(2, np.array([low, high], np.int32), 5, "of a table"))
     assert f"rank 2 was asked for rows {low:,} to {high:,} of a table: start all" in said
-
-
-def test_rows_that_are_there_may_be_asked_for() -> None:
-    """All of them, and none of an empty table."""
     assert out_of_bounds(2, np.array([0, 4], np.int32), 5, "of a table") is None
     assert out_of_bounds(2, np.empty(0, np.int32), 0, "of an empty table") is None
 
@@ -153,7 +141,6 @@ RAGGED = PoolableFeature("f", "t", None, False, 16, 1000, WHOLE)
 
 
 def bags(ids: list[int], lengths: list[int] | None, weights: list[float] | None = None) -> FeatureIds:
-    """Return bags."""
     offsets = None if lengths is None else np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     given = None if weights is None else np.array(weights, np.float32)
     return FeatureIds(np.array(ids, np.int32), offsets, given)
@@ -162,7 +149,6 @@ def bags(ids: list[int], lengths: list[int] | None, weights: list[float] | None 
 def is_pooled(
     one: PoolableFeature, some: FeatureIds, num_samples: int, *, item_bytes: int = 4, trained: bool = True
 ) -> bool:
-    """Return True if the only candidate is pooled."""
     found = PoolingChoice().choose(
         [one], {"f": some}, {"f": "sum"}, num_samples, item_bytes=item_bytes, trained=trained, where="a test"
     )
@@ -204,7 +190,6 @@ def test_one_id_a_sample_a_maximum_and_empty_bags_stay_rows() -> None:
 
 
 def test_a_wrong_id_is_named() -> None:
-    """In the words of a lookup."""
     with pytest.raises(IndexError, match=r"feature 'f' has local id 1000 at entry 1 of the batch.* 0 to 999 in a test"):
         is_pooled(RAGGED, bags([3, 1000], [2]), 1)
 
@@ -222,7 +207,6 @@ def test_a_block_has_features_by_group_and_its_message_their_bags() -> None:
 
 
 def test_bags_of_all_ranks_are_divided_by_rank() -> None:
-    """Offsets of each begin with 0."""
     every = {"f": bags([1, 2, 3, 4], [1, 0, 3], [1, 2, 3, 4]), "g": bags([5, 6, 7], None)}
     first, second = split_by_rank(every, [2, 1])
 

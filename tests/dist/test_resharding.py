@@ -11,52 +11,34 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.dist.meeting import meet
-from tests.dist.reshardings import let_through, made, on_ranks, one_case, sharded, train_to_cursor, ways
+from tests.dist.reshardings import made, on_ranks, one_case, sharded, train_to_cursor, ways
 from tests.dist.sharded_world import (
     TABLES,
     WHOLE,
+    OneStore,
     check_shards,
-    divide_anew,
+    divide_among,
     expected,
     old_shards,
-    one_store,
     sentences,
     sharding_on,
+    train_on,
     train_shards,
     whole_row,
 )
-from tests.train.cases import assert_same_bits, result_of, table
+from tests.dist.test_shard_view import shardings
+from tests.train.cases import table
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.resharding import copy_shard
 from tiercache.dist.shard_view import ShardView
 from tiercache.dist.shard_writer import ShardWriter
-from tiercache.dist.training_store import open_own_shard
 from tiercache.errors import BudgetError, DatasetError, RankError, StateError
-from tiercache.planning.budgets import Budgets
 from tiercache.planning.schedule import Schedule
 from tiercache.planning.sharding_planner import sliced
 from tiercache.store import Cursor, MemoryEngine, Store, hash_keys
 from tiercache.store.opening import newest_record
 from tiercache.store.rank_folder import RankFolder
-from tiercache.store.sharding import ShardingPlan, Slice, TableSharding, hash_bounds
-
-
-@st.composite
-def shardings(draw: st.DrawFn) -> ShardingPlan:
-    """Draw any sharding of the tables."""
-    size = draw(st.integers(1, 4))
-    tables = {}
-    for one in TABLES:
-        ways = ["row_wise", "data_parallel", "table_wise"] + (["column_wise"] if size > 1 else [])
-        match draw(st.sampled_from(ways)):
-            case "table_wise":
-                tables[one.name] = TableSharding("table_wise", (Slice(draw(st.integers(0, size - 1)), 0, one.dim),))
-            case "column_wise":
-                ranks = draw(st.permutations(range(size)))[: draw(st.integers(2, min(size, one.dim)))]
-                tables[one.name] = sliced(one.dim, ranks)
-            case kind:
-                tables[one.name] = TableSharding(kind)
-    return ShardingPlan(size, tables)
+from tiercache.store.sharding import ShardingPlan, TableSharding, hash_bounds
 
 
 def check_rows(store: Store, sharding: ShardingPlan, rank: int, wanted: dict[str, dict[int, Any]]) -> int:
@@ -81,13 +63,12 @@ def check_rows(store: Store, sharding: ShardingPlan, rank: int, wanted: dict[str
 
 
 @settings(max_examples=25, deadline=None)
-@given(old=shardings(), new=shardings(), commits=st.integers(0, 7))
+@given(old=shardings(TABLES), new=shardings(TABLES), commits=st.integers(0, 7))
 def test_every_key_and_column_is_in_one_new_part_with_its_state(
     old: ShardingPlan, new: ShardingPlan, commits: int
 ) -> None:
-    """From any sharding to any other, at any commit: the bits of vectors and of their state."""
     shards = old_shards(old, commits)
-    whole = one_store(TABLES, old, shards)  # closes the shards when collected
+    whole = OneStore(TABLES, old, shards)  # closes the shards when collected
     cursor = shards[0].commit.cursor
     wanted, numbers = expected(cursor), 0
     for rank in range(new.num_ranks):
@@ -106,7 +87,7 @@ def test_only_shards_and_pieces_with_wanted_rows_are_read() -> None:
     old, new = ShardingPlan(2, ways), ShardingPlan(3, ways)
     shards = old_shards(old, 4)
     with Store.open(None, tables=new.shard_tables(TABLES, 0), engine=MemoryEngine()) as store:
-        whole = one_store(TABLES, old, shards)
+        whole = OneStore(TABLES, old, shards)
         copy_shard(whole, store, new, 0)
         check_rows(store, new, 0, expected(shards[0].commit.cursor))
     assert whole.parts[0].counters.row_bytes_read > 0
@@ -119,7 +100,7 @@ def test_each_rank_has_the_state_it_had_and_a_new_one_that_of_rank_0() -> None:
     shards = old_shards(old, 2)
     for rank, shard in enumerate(shards):
         shard.publish(shard.commit.cursor, state=b"%d" % rank, schedule_digest="", settings={}, environment={})
-    whole = one_store(TABLES, old, shards)
+    whole = OneStore(TABLES, old, shards)
     for rank, state in enumerate((b"0", b"1", b"0")):
         with Store.open(None, tables=new.shard_tables(TABLES, rank), engine=MemoryEngine()) as store:
             copy_shard(whole, store, new, rank)
@@ -129,74 +110,7 @@ def test_each_rank_has_the_state_it_had_and_a_new_one_that_of_rank_0() -> None:
 # -- with a training -------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("stops", "order_seed", "shuffle"),
-    [
-        ([((2, 0), 2, 0), ((3, 0), 3, 1), ((7, 16), 1, 1)], None, True),
-        ([((0, 24), 3, 0), ((6, 0), 2, 1), ((7, 0), 3, 0)], 5, True),
-        ([((9, 48), 4, 1), ((11, 0), 4, 0), ((12, 0), 2, 0)], None, False),
-    ],
-)
-def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
-    tmp_path: Path, stops: list[tuple[tuple[int, int], int, int]], order_seed: int | None, shuffle: bool
-) -> None:
-    """One rank trains, others take its rows through a pass, one continues: as if they had never left it."""
-    case = one_case(order_seed=order_seed, shuffle=shuffle)
-    passes = case.cut(tmp_path / "passes")
-    path = tmp_path / "sharded"
-    skip = {cursor[0] for cursor, size, _ in stops if size > 1 and not cursor[1]}
-    with Store.open(None, tables=case.tables, engine=MemoryEngine()) as plain:
-        model = train_to_cursor(plain, passes, case, (14, 0), skip=skip, seed=1)
-        end = result_of(plain, passes, model)
-    sharded(path, case, passes, stops[0][0])
-    for (cursor, size, turn), after in zip(stops, [*(stop[0] for stop in stops[1:]), (14, 0)], strict=True):
-
-        def body(ranks: Any, cursor: Any = cursor, size: int = size, turn: int = turn) -> Any:
-            with made(path, passes, ways(size, turn), ranks, order=order_seed) as shards:
-                assert shards.cursor == cursor
-                assert shards.store.commit.cursor == cursor
-                if size > 1 and not cursor[1]:
-                    share = ShardView(passes, ways(size, turn), ranks.rank)
-                    let_through(shards.store, share, cursor[0] + 1, order_seed, shards=shards)
-                    assert shards.cursor == (cursor[0] + 1, 0)
-                return len(list(shards.store.segments))
-
-        on_ranks(size, body)
-        with tc.Store.open(path, mode="r") as opened:
-            assert len(opened.commit.ranks) == size
-        assert {p.name for p in path.glob("rank-*")} == {f"rank-{rank}" for rank in range(1, size)}
-        with made(path, passes, ways(1, turn), communicator_of(), order=order_seed) as shards:
-            share = ShardView(passes, ways(1, turn), 0)
-            model = train_to_cursor(shards.store, share, case, after, shards=shards)
-            assert after != (14, 0) or assert_same_bits(end, result_of(shards.store, passes, model)) is None
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("cursor", [(0, 40), (3, 16), (7, 48), (8, 0)])
-def test_fewer_devices_go_on_with_smaller_passes(tmp_path: Path, cursor: tuple[int, int]) -> None:
-    """Passes are split at aligned samples, and the new shards continue from the middle of an old one."""
-    case = one_case(shuffle=False)
-    passes = case.cut(tmp_path / "passes")
-    sharded(tmp_path / "sharded", case, passes, cursor)
-    split = tc.repartition(passes, tmp_path / "split", rows=60, batch_multiple=8)
-    assert len(split) >= 2 * len(passes)
-    with Store.open(None, tables=case.tables, engine=MemoryEngine()) as plain:
-        end = result_of(plain, passes, train_to_cursor(plain, passes, case, (10, 0), seed=1))
-
-    def body(ranks: Any) -> Any:
-        with made(tmp_path / "sharded", split, ways(2, 1), ranks) as shards:
-            return shards.cursor
-
-    on_ranks(2, body)
-    with made(tmp_path / "sharded", split, ways(1, 1), communicator_of()) as shards:
-        share = ShardView(split, ways(1, 1), 0)
-        model = train_to_cursor(shards.store, share, case, (2 * len(split), 0), shards=shards)
-        assert_same_bits(end, result_of(shards.store, passes, model))
-
-
 def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_path: Path) -> None:
-    """Other passes, another order, too little space: a message with the numbers, and the store is unchanged."""
     case = one_case(shuffle=True)
     passes, path = case.cut(tmp_path / "passes"), tmp_path / "sharded"
     sharded(path, case, passes, (3, 16))
@@ -241,29 +155,7 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
         assert digest == Schedule(num_passes=5, dataset_digest=share.digest).digest
 
 
-def budgets_of(store: int) -> Budgets:
-    """Return budgets of which only the store's may be too small."""
-    return Budgets(device_budget=1 << 30, host_budget=1 << 30, eval_budget=None, store_budget=store)
-
-
-def test_the_same_ranks_reorganize_within_their_store_budget(tmp_path: Path) -> None:
-    """Too little is refused with the numbers, and the shards are unchanged; enough is enough."""
-    case = one_case()
-    path = tmp_path / "sharded"
-    sharded(path, case, case.cut(tmp_path / "passes"), (3, 0))
-    share = ShardView(one_case(data_seed=5).cut(tmp_path / "others"), ways(1, 0), 0)
-    options: dict[str, Any] = {"engine": None, "shard_dirs": None, "reorganized": True, "order": None}
-    with pytest.raises(BudgetError, match=r"store_budget is 100 bytes, but the store needs"):
-        open_own_shard(path, share, communicator_of(), **options, budgets=budgets_of(100))
-    with tc.Store.open(path, mode="r") as store:
-        assert store.commit.cursor == (3, 0)
-    with open_own_shard(path, share, communicator_of(), **options, budgets=budgets_of(1 << 30)) as shards:
-        assert shards.store.commit is not None
-        assert shards.store.commit.cursor == (0, 0)
-
-
 def test_a_rank_that_fails_ends_the_work_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """During any operation; the old shards are unchanged."""
     case = one_case()
     passes, path = case.cut(tmp_path / "passes"), tmp_path / "sharded"
     sharded(path, case, passes, (3, 0))
@@ -297,7 +189,7 @@ def test_a_rank_that_fails_ends_the_work_of_the_others(tmp_path: Path, monkeypat
 def test_folders_of_a_division_that_ended_early_go_with_the_next_opening(tmp_path: Path, num_ranks: int) -> None:
     """Also those on other disks, which no commit names."""
     path, disk = tmp_path / "s", tmp_path / "disk"
-    assert train_shards(path, 2, 2) == [None] * 2
+    train_on(path, 2, 2)
 
     def body(ranks: Any) -> None:
         with ShardWriter.divide(path, TABLES, sharding_on(3), ranks, shard_dirs=[path, disk, disk]):
@@ -309,7 +201,7 @@ def test_folders_of_a_division_that_ended_early_go_with_the_next_opening(tmp_pat
     if num_ranks == 1:
         Store.open(path).close()
     else:
-        assert train_shards(path, 2, 0) == [None] * 2
+        train_on(path, 2, 0)
     assert [*disk.iterdir(), *path.glob("other-ranks*")] == []
     check_shards(path, Cursor(1))
 
@@ -319,26 +211,24 @@ def test_folders_of_old_ranks_that_stay_go_with_the_next_opening(
 ) -> None:
     """The commit of the new ranks is valid, although a disk refused to delete the old ones' data."""
     path, disk = tmp_path / "s", tmp_path / "disk"
-    assert train_shards(path, 3, 2, shard_dirs=[path, disk, disk]) == [None] * 3
+    train_on(path, 3, 2, shard_dirs=[path, disk, disk])
 
     def failing(_: RankFolder) -> None:
         raise PermissionError("the disk is read-only")
 
     with monkeypatch.context() as patch:
         patch.setattr(RankFolder, "delete", failing)
-        assert meet(2, lambda ranks: divide_anew(path, ranks, sharding_on(2))) == [None] * 2
+        assert divide_among(path, 2) == [None] * 2
     assert {folder.name for folder in disk.iterdir()} == {"rank-1", "rank-2"}
     check_shards(path, Cursor(1))
-    assert train_shards(path, 2, 0) == [None] * 2
+    train_on(path, 2, 0)
     assert [*disk.iterdir(), *path.glob("other-ranks*")] == []
     check_shards(path, Cursor(1))
 
 
 def test_folders_get_names_that_commits_can_read(tmp_path: Path) -> None:
-    """For folders of any name; one that cannot be printed is refused before anything is made."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 1, shard_dirs=[path, tmp_path / "x" / ".." / "disk"]) == [None] * 2
-    check_shards(path, Cursor(0))
+    train_on(path, 2, 1, Cursor(0), shard_dirs=[path, tmp_path / "x" / ".." / "disk"])
     assert newest_record(path).folders == (".", str(tmp_path / "disk" / "rank-1"))
     found = train_shards(tmp_path / "t", 2, 1, shard_dirs=[tmp_path / "t", tmp_path / "a\nb"])
     assert "pass a folder with a printable name" in sentences(found)
@@ -362,9 +252,9 @@ def test_learning_rates_follow_tables_to_their_new_groups() -> None:
         with Store.open(None, tables=alike, engine=MemoryEngine()) as store:
             if not joins:
                 with pytest.raises(ValueError, match=r"'b', 'a' of .* share a group, .* but had 0.25 and 0.5: set one"):
-                    copy_shard(one_store(alike, old, shards), store, new, 0)
+                    copy_shard(OneStore(alike, old, shards), store, new, 0)
             else:
-                commit = copy_shard(one_store(alike, old, shards), store, new, 0)
+                commit = copy_shard(OneStore(alike, old, shards), store, new, 0)
                 assert commit.settings == {"steps": 7, "learning_rates": rates}
 
 
@@ -373,7 +263,7 @@ def test_rows_of_a_rank_are_predicted_from_sizes() -> None:
     old, new = sharding_on(3), sharding_on(4, 1)
     shards = old_shards(old, 5)
     known = expected(shards[0].commit.cursor)
-    predicted = one_store(TABLES, old, shards)
+    predicted = OneStore(TABLES, old, shards)
     for name, keys in known.items():
         hashes = hash_keys(np.array(list(keys), np.int64), WHOLE[name].table_id).astype(object)
         assert predicted.most_rows(name, (0, 1 << 64)) == len(keys)

@@ -26,11 +26,9 @@ class Noting:
         log.append(device)
 
     def clone(self, device: str = "all") -> Self:
-        """Note it."""
         return type(self)(f"clone of {device}")
 
     def close(self, *, failed: bool = False) -> None:
-        """Note it, once."""
         if not self._closed:
             log.append("fails" if failed else "leaves")
         self._closed = True
@@ -58,7 +56,6 @@ def gpu_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(folder: Path, **options: Any) -> tc.TierCache:
-    """Return a small cache."""
     passes = Case(tables=(table("a", 8),), specs=SPECS[:1], num_samples=64, pass_rows=32).cut(folder / "passes")
     budgets: dict[str, Any] = {"device": "cuda", "device_budget": "1MiB", "host_budget": "1MiB"}
     return tc.TierCache(folder / "x.tc", passes, **gathered(budgets | options))
@@ -83,7 +80,6 @@ def test_process_groups_are_left_where_rows_find_no_room(tmp_path: Path, monkeyp
 
 
 def test_a_budget_that_passes_exceed_is_refused_before_anything_is_made_of_the_store(tmp_path: Path) -> None:
-    """And before a clone is connected."""
     with pytest.raises(BudgetError, match="but device_budget is 1 bytes"):
         opened(tmp_path, device_budget=1)
     assert log == ["cuda", "cuda:1", "leaves"]

@@ -15,25 +15,17 @@ from tests.dist.sharded_world import (
     TABLES,
     WHOLE,
     check_shards,
+    divide_among,
     divide_anew,
     expected,
     problems,
     sentences,
-    sharding_on,
+    train_on,
     train_shards,
     whole_row,
 )
 from tiercache import import_store
-from tiercache.store import (
-    CorruptStoreError,
-    Cursor,
-    KeyMissingError,
-    Store,
-    StoreError,
-    StoreFullError,
-    info,
-    verify,
-)
+from tiercache.store import CorruptStoreError, Cursor, KeyMissingError, Store, StoreError, StoreFullError, verify
 from tiercache.store import store as store_module
 from tiercache.store.locks import Lease
 from tiercache.store.opening import StoreDirectory
@@ -60,9 +52,8 @@ def go_on(path: Path, num_ranks: int, commits: int = 0) -> None:
 
 
 def test_lookup_gives_whole_rows_of_any_keys(tmp_path: Path) -> None:
-    """Repeated, in any order, of every sharding; keys without a row as requested."""
     path = tmp_path / "s"
-    assert train_shards(path, 3, 5) == [None] * 3
+    train_on(path, 3, 5)
     with Store.open(path, mode="r") as store:
         for name, wanted in expected(store.commit.cursor).items():
             table = WHOLE[name]
@@ -100,7 +91,7 @@ with Store.open(sys.argv[1], mode="r") as store:
 
 def test_the_class_opens_a_store_of_several_ranks_whatever_module_it_comes_from(tmp_path: Path) -> None:
     """A process that imports nothing but the module of ``Store`` has it too."""
-    assert train_shards(tmp_path / "s", 2, 3) == [None] * 2
+    train_on(tmp_path / "s", 2, 3)
     with Store.open(tmp_path / "s", mode="r") as store:
         rows = sum(store.live_rows(table.name) for table in store.tables)
     command = [sys.executable, "-c", FROM_ITS_OWN_MODULE, str(tmp_path / "s")]
@@ -122,74 +113,48 @@ def hooked(patch: pytest.MonkeyPatch, where: str, call: Callable[[], None]) -> N
     patch.setattr(of, name, slow)
 
 
-@pytest.mark.sampled(4)
+AT = {"folder": Cursor(3, 5), "lease": Cursor(5), "ranks": Cursor(2)}
+"""Where a reader stands if two commits are made meanwhile: a lease keeps the commit that it found."""
+
+
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 @pytest.mark.parametrize(
-    ("where", "commits"), [("folder", 2), ("folder", 0), ("lease", 2), ("lease", 0), ("ranks", 2), ("ranks", 0)]
+    ("where", "before", "after"),
+    [*((where, 2, after) for where in AT for after in (2, 1)), ("folder", 1, 2), ("lease", 1, 2)],
 )
 def test_a_reader_stands_at_one_commit_if_a_training_goes_on_while_it_opens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, where: str, commits: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, where: str, before: int, after: int
 ) -> None:
     """Commits, or another number of ranks, may remove the commit that it is opening: it starts over."""
-    path, times = tmp_path / "s", [0]
-    assert train_shards(path, 2, 4, engine=engine) == [None] * 2
-
-    def train_on() -> None:
-        times[0] += 1
-        if times[0] <= (2 if where == "lease" and commits else 1):
-            go_on(path, 2 if commits else 1, commits)
-
-    hooked(monkeypatch, where, train_on)
-    with Store.open(path, mode="r") as store:
-        found = store.commit.cursor, len(store.ranks)
-        assert list(problems(store)) == []
-    if not commits:
-        assert found == (Cursor(2), 0)
-    else:  # a lease keeps the commit that it found
-        assert found == ({"folder": Cursor(3, 5), "lease": Cursor(5), "ranks": Cursor(2)}[where], 2)
-    if where == "lease":
-        assert times[0] == (3 if commits else 2)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("where", ["folder", "lease", "ranks"])
-@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_a_reader_opens_while_a_store_gets_several_ranks_or_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, where: str
-) -> None:
-    """The store that it was opening went away: it opens the current one."""
-    path, changing, to = tmp_path / "s", list[bool](), [1]
-    assert train_shards(path, 2, 4, engine=engine) == [None] * 2
+    path, times, commits = tmp_path / "s", [0], 2 if before == after else 0
+    train_on(path, before, 4, engine=engine)
 
     def change() -> None:
-        if changing and changing.pop():
-            go_on(path, to[0])
-            to[0] = 3 - to[0]
+        times[0] += 1
+        if times[0] <= (2 if where == "lease" and commits else 1):
+            go_on(path, after, commits)
 
     hooked(monkeypatch, where, change)
-    for look in (lambda: check_shards(path, Cursor(2)), lambda: info(path)["rows"]):
-        rows = look()
-        for _ in range(2):
-            if where == "ranks" and to[0] == 2:  # a store of one rank has no others to open
-                go_on(path, 2)
-                to[0] = 1
-            else:
-                changing.append(True)
-            assert look() == rows
-            assert not changing
+    with Store.open(path, mode="r") as store:
+        assert len(store.ranks) == (after if after > 1 else 0)
+        assert store.commit.cursor == (AT[where] if commits else Cursor(2))
+        assert list(problems(store)) == []
+    if where == "lease":
+        assert times[0] == (3 if commits else 2)
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_store_of_one_rank_is_read_on_while_it_gets_several(tmp_path: Path, engine: str) -> None:
     """Its lease keeps the rows that it reads until it is closed; then the next training frees them."""
     path = tmp_path / "s"
-    assert train_shards(path, 1, 4, engine=engine) == [None]
+    train_on(path, 1, 4, engine=engine)
     with Store.open(path, mode="r") as store:
         go_on(path, 2)
         assert list(problems(store)) == []
         go_on(path, 2, 3)
         assert list(problems(store)) == []
-    assert train_shards(path, 2, 1) == [None] * 2
+    train_on(path, 2, 1)
     with Store.open(path) as store:
         assert [name for name in store.reader.stored() if name.startswith("commits/")] == ["commits/8"]
 
@@ -201,15 +166,15 @@ def test_a_reader_opens_while_a_training_drops_the_oldest_commits(
 ) -> None:
     """It is at the newest that it leased, with the older ones that still exist."""
     path, times = tmp_path / "s", [0]
-    assert train_shards(path, 2, 6, engine=engine, retention=4) == [None] * 2
+    train_on(path, 2, 6, engine=engine, retention=4)
 
-    def train_on() -> None:
+    def change() -> None:
         times[0] += 1
         if times[0] == 1:
             go_on(path, 2, 2)
 
     with monkeypatch.context() as patch:
-        hooked(patch, "ranks", train_on)
+        hooked(patch, "ranks", change)
         store = Store.open(path, mode="r")
     with store:
         assert (store.commit.id, times[0]) == (5, 1)
@@ -220,23 +185,32 @@ def test_a_reader_opens_while_a_training_drops_the_oldest_commits(
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "damage", "words"),
     [
-        ("states/1.2", r"states/1\.2 of the store|the dense state of commit 2 "),
-        ("ranks/1.2", r"ranks/1\.2 of the store"),
+        ("states/1.2", Path.unlink, r"states/1\.2 of the store|the dense state of commit 2 "),
+        ("ranks/1.2", Path.unlink, r"ranks/1\.2 of the store at .*/rank-1 is missing"),
+        (
+            "ranks/1.2",
+            lambda file: file.write_bytes(bytes(file.stat().st_size)),
+            r"ranks/1\.2 of .* is not what was wri",
+        ),
     ],
+    ids=["no state", "no list", "another list"],
 )
-def test_damage_that_an_older_commit_alone_needs_spoils_no_other(tmp_path: Path, name: str, words: str) -> None:
-    """The newest is read, and each older one that is whole; the damaged one, verification and writers report it."""
+def test_damage_that_an_older_commit_alone_needs_spoils_no_other(
+    tmp_path: Path, name: str, damage: Callable[[Path], object], words: str
+) -> None:
     path = tmp_path / "s"
-    assert train_shards(path, 2, 4, engine="zarr", retention=3) == [None] * 2
-    (path / "rank-1" / name).unlink()
+    train_on(path, 2, 4, engine="zarr", retention=3)
+    damage(path / "rank-1" / name)
     for commit in (None, 1, 3):
         with Store.open(path, commit=commit, mode="r") as store:
             assert [one.id for one in store.commits] == ([1, 2, 3] if commit is None else [commit])
             assert list(problems(store)) == []
     with pytest.raises(CorruptStoreError, match=words):
         state_of_rank(path, 1, 2)
+    with Store.open(path, mode="r") as store, pytest.raises(CorruptStoreError, match=words), store.at(2) as older:
+        older.ranks[1].state()
     found = verify(path)["problems"]
     assert any(re.search(words, sentence) for sentence in found)
     assert all(sentence.startswith("in commit 2, ") and "/s/rank-1" in sentence for sentence in found)
@@ -248,19 +222,17 @@ def test_damage_that_an_older_commit_alone_needs_spoils_no_other(tmp_path: Path,
 
 
 def state_of_rank(path: Path, rank: int, commit: int) -> bytes:
-    """Return the dense state that a rank has at a commit."""
     with Store.open(path, commit=commit, mode="r") as store:
         return store.ranks[rank].state()
 
 
 def test_a_reader_of_ranks_that_went_away_is_told_so(tmp_path: Path) -> None:
-    """Fewer ranks have all rows now: an open reader cannot read the others any more, and says why."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 4, engine="zarr") == [None] * 2
+    train_on(path, 2, 4, engine="zarr")
     keys = np.array([*expected(Cursor(2))["item"]])
     with Store.open(path, mode="r") as store:
         state = store.state()
-        assert meet(1, lambda ranks: divide_anew(path, ranks, sharding_on(1))) == [None]
+        assert divide_among(path, 1) == [None]
         for read in (lambda: store.lookup("item", keys), lambda: list(store.scan("word")), store.ranks[1].state):
             with pytest.raises(StoreError, match=r"was divided among other ranks while it was read: open it again"):
                 read()
@@ -269,9 +241,8 @@ def test_a_reader_of_ranks_that_went_away_is_told_so(tmp_path: Path) -> None:
 
 
 def test_one_process_begins_anew_where_nothing_was_committed(tmp_path: Path) -> None:
-    """Ranks' leftovers before their first commit are ignored."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 0) == [None] * 2
+    train_on(path, 2, 0)
     with Store.open(path, mode="r") as store:
         assert (store.commit, store.ranks, {table.name for table in store.tables}) == (None, (), set(WHOLE))
     assert (path / "rank-1").exists()
@@ -284,9 +255,8 @@ def test_one_process_begins_anew_where_nothing_was_committed(tmp_path: Path) -> 
 
 
 def test_a_budget_of_blocks_binds_every_rank(tmp_path: Path) -> None:
-    """Also if one process has all of them open; a failed write changes no rank."""
     path = tmp_path / "s"
-    assert train_shards(path, 3, 5, engine="zarr") == [None] * 3
+    train_on(path, 3, 5, engine="zarr")
     with Store.open(path, store_budget=1) as store:
         for one in (store, *store.ranks):
             with pytest.raises(StoreFullError, match="store_budget"):
@@ -299,9 +269,8 @@ def test_a_budget_of_blocks_binds_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("commits", [0, 3])
 def test_tables_may_be_given_as_an_iterator(tmp_path: Path, commits: int) -> None:
-    """It also holds for a store of several ranks."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, commits) == [None] * 2
+    train_on(path, 2, commits)
     with Store.open(path, tables=iter(TABLES)) as store:
         assert {table.name for table in store.tables} == set(WHOLE)
         assert len(store.ranks) == (2 if commits else 0)
@@ -310,7 +279,7 @@ def test_tables_may_be_given_as_an_iterator(tmp_path: Path, commits: int) -> Non
 def test_what_others_keep_in_the_folder_stays(tmp_path: Path) -> None:
     """Also if it has the name of a folder that a store of another engine has, or of a rank."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 4) == [None] * 2
+    train_on(path, 2, 4)
     others = [path / folder / "notes.txt" for folder in ("states", "ranks", "rank-2", "rank-x", "rank-07", ".")]
     for other in others:
         other.parent.mkdir(exist_ok=True)
@@ -318,9 +287,9 @@ def test_what_others_keep_in_the_folder_stays(tmp_path: Path) -> None:
     assert meet(1, lambda ranks: divide_anew(path, ranks, ShardingPlan.of_one(TABLES))) == [None]
     assert not (path / "rank-1").exists()
     assert "rank-2 exists and is not a rank of this store: pass unused folders as shard_dirs=" in sentences(
-        meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3)))
+        divide_among(path, 3)
     )
     check_shards(path, Cursor(2))
-    assert meet(2, lambda ranks: divide_anew(path, ranks, sharding_on(2))) == [None] * 2
+    assert divide_among(path, 2) == [None] * 2
     assert all(other.exists() for other in others)
     check_shards(path, Cursor(2))

@@ -1,28 +1,40 @@
 """One training on several ranks ends with the rows, the states and the dense weights of one process."""
 
+import gc
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 import tiercache as tc
 from tests.dist.meeting import meet
 from tests.dist.pool import RanksPool
-from tests.dist.trainings import CASES, assert_as_alone, assert_same_rows, on_ranks, resident, stored
+from tests.dist.trainings import (
+    CASES,
+    KINDS,
+    assert_as_alone,
+    assert_close,
+    assert_same_rows,
+    every_table,
+    model_of,
+    on_ranks,
+    open_sharded,
+    resident,
+    step,
+    stored,
+    train,
+    train_and_stop,
+    trained,
+)
+from tiercache.dist.communicator import AnyCommunicator
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.planning.sharding_planner import sharding_of
 from tiercache.store.sharding import ShardingPlan, TableSharding, groups_of_rank
-
-KINDS = ("row_wise", "table_wise", "column_wise", "data_parallel")
-
-
-def assert_close(folder: Path, case: str, dense: dict[str, np.ndarray], *, steps: int | None = None) -> None:
-    """Compare a sharded store and dense weights with one process."""
-    theirs = resident(CASES[case], tc.PassDataset.open(folder / "passes"), steps=steps)
-    assert_as_alone(stored(folder), dense, theirs)
 
 
 def test_one_rank_that_is_given_its_folder_ends_with_the_bits_of_one_process(
@@ -50,112 +62,63 @@ def test_one_rank_that_is_given_its_folder_ends_with_the_bits_of_one_process(
 def test_folders_of_ranks_that_make_no_sense_are_refused(
     ranks_pool: RanksPool, tmp_path: Path, size: int, folders: list[str], words: str
 ) -> None:
-    """Too few, too many, or another one than the store's for rank 0: nothing is made."""
     CASES["one"].cut(tmp_path / "passes")
     given = [folder if "://" in folder else str(tmp_path / folder) for folder in folders]
 
-    errors = ranks_pool.errors(size, "tests.dist.trainings:train", case="one", folder=str(tmp_path), shard_dirs=given)
+    errors = ranks_pool.errors(size, train, case="one", folder=str(tmp_path), shard_dirs=given)
 
     assert all(error is not None and words in error[1] for error in errors), errors
     assert [entry.name for entry in tmp_path.iterdir()] == ["passes"]
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("micro_batches", [2, 5])
-def test_micro_batches_end_as_one_batch(ranks_pool: RanksPool, tmp_path: Path, micro_batches: int) -> None:
-    """All see the rows before the step; micro-batches without samples on a rank are among them."""
-    found = on_ranks(ranks_pool, 3, tmp_path, "bags", micro_batches=micro_batches)
-
-    assert_close(tmp_path, "bags", found[0])
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_training_whose_rows_are_a_gpus_ends_as_on_one_process(
-    ranks_pool: RanksPool, tmp_path: Path, kind: str
-) -> None:
-    """On the shim: the training thread queues transfers of rows and pooled vectors, one micro-batch after another."""
-    options = {"queued": True, "micro_batches": 3, "steps": 4, "sharding": sharded("bags", kind)}
-    found = on_ranks(ranks_pool, 2, tmp_path, "bags", **options)
-
-    assert_close(tmp_path, "bags", found[0], steps=4)
-
-
-@pytest.mark.parametrize("queued", [False, True])
-def test_ids_and_counts_of_the_next_batch_travel_while_one_is_trained(
-    ranks_pool: RanksPool, tmp_path: Path, queued: bool
-) -> None:
-    """By default: on a separate thread and communicator. The training thread transfers rows, by another one."""
-    for told in on_ranks(ranks_pool, 2, tmp_path, body="asked_ahead", queued=queued):
-        assert {event for event in told if event.startswith("input")} == {
-            "input exchange_splits tiercache-input", "input all_to_all tiercache-input"
-        }  # fmt: skip
-        assert {event.split()[-1] for event in told if event.startswith("exchange ")} == {"MainThread"}
-        before = told[: told.index("step")]
-        assert sum(event.startswith("input all_to_all") for event in before) >= 2
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_of_a_gpu_has_the_host_wait_for_nothing(ranks_pool: RanksPool, tmp_path: Path, kind: str) -> None:
-    """Forward, backward and step: the exchange must not read from the device, which would wait."""
-    assert on_ranks(ranks_pool, 2, tmp_path, "bags", "waits", sharding=sharded("bags", kind)) == [[], []]
-
-
-OVERLAPPED = ["rows 0", "rows 1", "dense 0", "rows 2", "dense 1", "rows 3", "dense 2", "dense 3"]
-ONE_BY_ONE = [f"{what} {number}" for number in range(4) for what in ("rows", "dense")]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "queued", "order"),
-    [("interleaved", False, OVERLAPPED), ("interleaved", True, OVERLAPPED), ("simple", False, ONE_BY_ONE)],
-)
-def test_the_rows_of_the_next_micro_batch_come_while_one_is_in_the_dense_part(
-    ranks_pool: RanksPool, tmp_path: Path, schedule: str, queued: bool, order: list[str]
-) -> None:
-    """On a CPU from another thread; queued for a GPU by the training thread, in the same order on all ranks.
-
-    The simple schedule does one thing after the other.
-
-    From another thread they might precede the model's collectives on one rank and follow them on the next: a deadlock.
-    """
-    told = on_ranks(ranks_pool, 2, tmp_path, body="overlapped", schedule=schedule, queued=queued)
-
-    assert told[0] == told[1] == [*order, "step"]
-
-
-@pytest.mark.parametrize(("schedule", "order"), [("interleaved", OVERLAPPED), ("simple", ONE_BY_ONE)])
-def test_rows_of_an_evaluation_come_while_the_batch_before_is_looked_at(
-    ranks_pool: RanksPool, tmp_path: Path, schedule: str, order: list[str]
-) -> None:
-    """Or after it, by the order of events."""
-    told = on_ranks(ranks_pool, 2, tmp_path, body="overlapped_evaluation", schedule=schedule)
-
-    assert told[0] == told[1] == order
-
-
-@pytest.mark.parametrize("queued", [False, True])
-def test_micro_batches_that_are_resumed_in_the_next_pass_are_refused(
-    ranks_pool: RanksPool, tmp_path: Path, queued: bool
-) -> None:
-    """Also one that was requested in its pass and delivered later: its numbers mean other rows now."""
-    told = on_ranks(ranks_pool, 2, tmp_path, body="resumed_late", queued=queued)
-
-    assert all("which has ended: use batches inside their own loop" in one for one in told)
-
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("within", [False, True])
 def test_a_training_that_was_left_goes_on_to_the_same_bits(ranks_pool: RanksPool, tmp_path: Path, within: bool) -> None:
-    """Left in the middle of a pass, after a commit there or not."""
     whole = on_ranks(ranks_pool, 2, tmp_path / "whole", "bags")
 
-    on_ranks(ranks_pool, 2, tmp_path / "left", "bags", "train_and_stop", passes=5, batches=2, within=within)
+    on_ranks(ranks_pool, 2, tmp_path / "left", "bags", train_and_stop, passes=5, batches=2, within=within)
     ended = on_ranks(ranks_pool, 2, tmp_path / "left", "bags")
 
     assert_same_rows(stored(tmp_path / "left"), stored(tmp_path / "whole"))
     for name, value in whole[0].items():
         np.testing.assert_array_equal(ended[0][name], value, err_msg=name)
+
+
+def misuse(ranks: AnyCommunicator, case: str, folder: str, *, what: str) -> None:
+    one = CASES[case]
+    criterion = nn.BCEWithLogitsLoss()
+    with open_sharded(one, folder, **({"seed": ranks.rank} if what == "seeds" else {})) as cache:
+        model, _ = model_of(cache, one)
+        for p in cache.passes(epochs=1):
+            batches = p.batches(one.batch)
+            first = next(batches)
+            if what == "no step":
+                criterion(model(first), first.label).backward()
+                continue
+            if what == "another batch":
+                model([first, next(batches)][ranks.rank])
+            if what == "a step of one":
+                model.module(first).sum().backward()  # without torch's reduction, which would meet it first
+                if ranks.rank == 1:
+                    cache.optimizer.step()
+                model.module(next(batches))
+            if what == "size":
+                next(p.batches(0))
+            if what == "sizes":
+                next(p.batches(one.batch + ranks.rank))
+            if what == "one rank's micro-batch":
+                if ranks.rank == 1:
+                    p._before_batch = _broken
+                for batches in p.steps(one.batch, micro_batches=4):
+                    list(batches)
+            if what == "one rank's samples":
+                if ranks.rank == 1:
+                    p.source.whole.read = _broken  # type: ignore[method-assign]
+                list(batches)
+
+
+def _broken(*_: Any, **__: Any) -> Any:
+    raise OSError("the disk of rank 1 is gone")
 
 
 @pytest.mark.parametrize(
@@ -177,86 +140,64 @@ def test_what_goes_wrong_on_one_rank_is_said_on_all(
     """No rank waits for one that failed."""
     CASES["one"].cut(tmp_path / "passes")
 
-    errors = ranks_pool.errors(2, "tests.dist.trainings:misuse", case="one", folder=str(tmp_path), what=what)
+    errors = ranks_pool.errors(2, misuse, case="one", folder=str(tmp_path), what=what)
 
     assert all(error is not None and sentence in error[1] for error in errors), errors
 
 
-def sharded(case: str, kind: str) -> dict[str, str]:
-    """Return one kind for all tables."""
-    return dict.fromkeys([table.name for table in CASES[case].tables], kind)
+ROW, TABLE, COLUMN, COPIES = KINDS
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("stages", "engine", "between"),
     [
-        ((2, "row_wise"), (1, "row_wise")),
-        ((1, "row_wise"), (3, "column_wise")),
-        ((3, "table_wise"), (2, "data_parallel")),
+        pytest.param([(2, ROW), (1, ROW)], "lmdb", "disks", id="2 to 1"),
+        pytest.param([(1, ROW), (3, COLUMN)], "lmdb", "disks", id="1 to 3"),
+        pytest.param([(3, TABLE), (2, COPIES)], "lmdb", "disks", id="3 to 2"),
+        pytest.param([(2, "auto"), (2, "auto")], "lmdb", "compacted", id="compacted"),
+        pytest.param([(2, "auto"), (2, "auto")], "zarr", "compacted", id="compacted zarr"),
+        pytest.param([(2, "auto"), (1, "auto")], "lmdb", "compacted", id="compacted 2 to 1"),
+        pytest.param([(1, "auto"), (2, "auto")], "zarr", "compacted", id="compacted 1 to 2"),
+        pytest.param([(3, "auto"), (2, "auto")], "lmdb", "compacted", id="compacted 3 to 2"),
+        pytest.param([(1, "auto"), (2, "auto")], "lmdb", "", id="plain to 2"),
+        pytest.param([(2, "auto"), (1, "auto")], "zarr", "", id="2 to plain"),
+        pytest.param([(size, ROW) for size in (1, 3, 1, 2, 1)], "lmdb", "", id="to and fro"),
+        pytest.param([(2, "auto"), (3, "auto"), (1, "auto")], "zarr", "in another order", id="in another order"),
     ],
 )
-def test_a_training_goes_on_with_another_number_of_ranks(
-    ranks_pool: RanksPool, tmp_path: Path, before: tuple[int, str], after: tuple[int, str], within: bool
+def test_a_training_goes_on_with_other_ranks(
+    ranks_pool: RanksPool, tmp_path: Path, stages: list[tuple[int, str]], engine: str, between: str, within: bool
 ) -> None:
-    """And another sharding: rows, states and dense weights of one process, from a commit or from inside a pass."""
-    (size, kind), (new_size, new_kind) = before, after
-    path, disk = tmp_path / "model.tc", tmp_path / "disk"
-    options = {"sharding": sharded("bags", kind), "shard_dirs": [str(path), *[str(disk)] * (size - 1)]}
-    on_ranks(ranks_pool, size, tmp_path, "bags", "train_and_stop", passes=3, batches=1, within=within, **options)
-    assert_form(path, size, "lmdb", disk)
-
-    found = on_ranks(ranks_pool, new_size, tmp_path, "bags", sharding=sharded("bags", new_kind))
-
-    assert_form(path, new_size, "lmdb")
+    """From a commit or from inside a pass, with other shardings, from folders on a disk, and after a compaction: rows,
+    states and dense weights of one process. Commits are counted on, and no leftovers remain.
+    """
+    path, disk, id_ = tmp_path / "model.tc", tmp_path / "disk", -1
+    order = {"order_seed": 5 if between == "in another order" else None}
+    for turn, (size, kind) in enumerate(stages):
+        options: dict[str, Any] = {"sharding": kind if kind == "auto" else every_table("bags", kind), **order}
+        on_disk = disk if between == "disks" and turn == 0 else None
+        if on_disk is not None:
+            options["shard_dirs"] = [str(path), *[str(disk)] * (size - 1)]
+        if turn < len(stages) - 1:
+            stop = {"passes": 2 * turn + 1, "batches": 1, "within": within, "engine": None if turn else engine}
+            on_ranks(ranks_pool, size, tmp_path, "bags", train_and_stop, **stop, **options)
+        else:
+            found = on_ranks(ranks_pool, size, tmp_path, "bags", **options)
+        assert_form(path, size, engine, on_disk)
+        with tc.Store.open(path) as store:
+            assert store.commit.id > id_
+            id_, at = store.commit.id, store.commit.cursor
+            if between == "compacted" and at.sample:
+                with pytest.raises(
+                    ValueError, match="stands inside pass 1: train to the end of a pass before its rows"
+                ):
+                    store.compact()
+            elif between == "compacted":
+                assert store.compact().cursor == store.compact().cursor == at
     assert not [*disk.glob("*")]
-    assert_close(tmp_path, "bags", found[0])
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("before", "after", "engine"), [(2, 2, "lmdb"), (2, 2, "zarr"), (2, 1, "lmdb"), (1, 2, "zarr"), (3, 2, "lmdb")]
-)
-def test_a_compacted_store_goes_on_where_it_stood(
-    ranks_pool: RanksPool, tmp_path: Path, before: int, after: int, engine: str
-) -> None:
-    """Also with another number of ranks: passes that are trained are not trained again."""
-    path = tmp_path / "model.tc"
-    on_ranks(ranks_pool, before, tmp_path, "bags", "train_and_stop", passes=3, batches=1, within=False, engine=engine)
-    with tc.Store.open(path) as store:
-        at = store.commit.cursor
-        assert at.pass_index
-        assert store.compact().cursor == store.compact().cursor == at
-
-    found = on_ranks(ranks_pool, after, tmp_path, "bags")
-
-    assert_close(tmp_path, "bags", found[0])
-    assert tc.store.verify(path)["problems"] == []
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("within", [False, True])
-@pytest.mark.parametrize(("sizes", "engine"), [((1, 2), "lmdb"), ((2, 1), "zarr"), ((1, 3, 1, 2, 1), "lmdb")])
-def test_a_plain_store_is_sharded_and_made_plain_again(
-    ranks_pool: RanksPool, tmp_path: Path, sizes: tuple[int, ...], engine: str, within: bool
-) -> None:
-    """On resuming; commits are counted on, and no leftovers of either form remain."""
-    path, ids = tmp_path / "model.tc", [-1]
-    for turn, size in enumerate(sizes[:-1]):
-        on_ranks(
-            ranks_pool, size, tmp_path, "bags", "train_and_stop",
-            passes=2 * turn + 1, batches=1, within=within, engine=None if turn else engine,
-        )  # fmt: skip
-        assert_form(path, size, engine)
-        with tc.Store.open(path, mode="r") as store:
-            assert store.commit.id > ids[-1]
-            ids.append(store.commit.id)
-
-    found = on_ranks(ranks_pool, sizes[-1], tmp_path, "bags")
-
-    assert_form(path, sizes[-1], engine)
-    assert_close(tmp_path, "bags", found[0])
+    assert_close(tmp_path, "bags", found[0], **order)
     assert tc.store.verify(path)["problems"] == []
 
 
@@ -301,7 +242,7 @@ def test_ranks_keep_the_compression_of_a_plain_store(ranks_pool: RanksPool, tmp_
         with tc.Store.open(path, mode="r") as store:
             assert {table.compression for table in store.tables} == {"zstd"}
     assert_close(tmp_path, "one", found[0])
-    errors = ranks_pool.errors(2, "tests.dist.trainings:train", case="one", folder=str(tmp_path), engine="lmdb")
+    errors = ranks_pool.errors(2, train, case="one", folder=str(tmp_path), engine="lmdb")
     assert all("was created with engine 'zarr', not 'lmdb'" in error[1] for error in errors if error is not None), (
         errors
     )
@@ -361,7 +302,7 @@ def test_a_training_goes_on_with_smaller_passes_for_fewer_devices(
 ) -> None:
     """Split at aligned samples from its position, inside a pass or not: the same batches, and so the same end."""
     whole = CASES["short"].cut(tmp_path / "whole")
-    on_ranks(ranks_pool, sizes[0], tmp_path, "short", "train_and_stop", passes=5, batches=1, within=within)
+    on_ranks(ranks_pool, sizes[0], tmp_path, "short", train_and_stop, passes=5, batches=1, within=within)
     (tmp_path / "passes").rename(tmp_path / "old")
     split = tc.repartition(tmp_path / "old", tmp_path / "passes", rows=60, batch_multiple=13)
     assert len(split) > len(whole)
@@ -374,14 +315,68 @@ def test_a_training_goes_on_with_smaller_passes_for_fewer_devices(
     assert_close(tmp_path, "short", found[0])
 
 
+def commit_twice(ranks: AnyCommunicator, case: str, folder: str) -> list[Any]:
+    one, found = CASES[case], []
+    with open_sharded(one, folder) as cache:
+        for p, number in trained(cache, one):
+            if p.index == 1 and number == 1:
+                cache.commit()
+                cache.commit()
+                break
+    with open_sharded(one, folder) as cache:
+        model, optimizer = model_of(cache, one)
+        for p in cache.passes(epochs=one.epochs):
+            if not found:
+                cache.commit()
+                found.append(list(cache.store.commit.cursor))
+            for batch in p.batches(one.batch, shuffle=one.shuffle):
+                step([batch], model, optimizer)
+    return found
+
+
 def test_two_commits_at_one_place_lose_nothing(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """Twice in a row, and once more before the first batch of a training resumed inside a pass."""
     on_ranks(ranks_pool, 2, tmp_path / "whole")
 
-    told = on_ranks(ranks_pool, 2, tmp_path / "twice", body="commit_twice")
+    told = on_ranks(ranks_pool, 2, tmp_path / "twice", body=commit_twice)
 
     assert told == [[[1, 32]]] * 2
     assert_same_rows(stored(tmp_path / "twice"), stored(tmp_path / "whole"))
+
+
+def go_on_after_a_failure(ranks: AnyCommunicator, case: str, folder: str, *, what: str) -> str:
+    """Have a rank fail once in one step of a commit; all ranks raise; then train to the end with the same cache."""
+    one, said = CASES[case], ""
+    with open_sharded(one, folder) as cache:
+        tracked = model_of(cache, one)
+        shards = cache._parts.training_store._shards
+        assert shards is not None
+        victim, step, there = {
+            "prepare": (1, "publish", cache.store),
+            "publish": (0, "publish_prepared", shards.writer),
+            "hear": (1, "take", shards.writer),
+        }[what]
+        plain = getattr(there, step)
+
+        def broken(*given: Any, **options: Any) -> Any:
+            prepared = shards.writer.prepared
+            at = given[0] if what == "prepare" else None if prepared is None else prepared.commit.cursor
+            if at is not None and at[0] == 2:
+                setattr(there, step, plain)
+                raise OSError("the disk of one rank is gone")
+            return plain(*given, **options)
+
+        if ranks.rank == victim:
+            setattr(there, step, broken)
+        for _ in range(2):
+            try:
+                for _ in trained(cache, one, tracked):
+                    pass
+            except (OSError, tc.TierCacheError) as error:
+                said = str(error)
+            else:
+                return said
+    raise AssertionError("it failed twice")
 
 
 @pytest.mark.sampled(1)
@@ -392,10 +387,27 @@ def test_a_training_goes_on_in_the_same_process_after_one_rank_failed(
     """The other's prepared commit is dropped; a common one is published; and no step is lost."""
     on_ranks(ranks_pool, 2, tmp_path / "whole")
 
-    told = on_ranks(ranks_pool, 2, tmp_path / "failed", body="go_on_after_a_failure", what=what)
+    told = on_ranks(ranks_pool, 2, tmp_path / "failed", body=go_on_after_a_failure, what=what)
 
     assert all("the disk of one rank is gone" in sentence for sentence in told)
     assert_same_rows(stored(tmp_path / "failed"), stored(tmp_path / "whole"))
+
+
+def leave_and_train(ranks: AnyCommunicator, case: str, folder: str, *, engine: str) -> None:
+    """Leave a cache unclosed in the middle of a pass, and train to the end with another one."""
+    one = CASES[case]
+
+    def leave() -> None:
+        cache = open_sharded(one, folder, engine=engine)
+        for p, number in trained(cache, one):
+            if (p.index, number) == (3, 1):
+                break
+
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        leave()
+        gc.collect()
+    ranks.barrier()
+    train(ranks, case, folder)
 
 
 @pytest.mark.sampled(1)
@@ -404,7 +416,7 @@ def test_caches_of_ranks_that_are_garbage_let_others_train(ranks_pool: RanksPool
     """Their stores close themselves, with the locks of all ranks; uncommitted passes are trained again."""
     on_ranks(ranks_pool, 2, tmp_path / "whole")
 
-    on_ranks(ranks_pool, 2, tmp_path / "left", body="leave_and_train", engine=engine)
+    on_ranks(ranks_pool, 2, tmp_path / "left", body=leave_and_train, engine=engine)
 
     assert_form(tmp_path / "left" / "model.tc", 2, engine)
     assert_same_rows(stored(tmp_path / "left"), stored(tmp_path / "whole"))

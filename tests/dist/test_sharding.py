@@ -19,13 +19,7 @@ from tiercache.data.raw_batch import RawBatch
 from tiercache.dist.communicator import AnyCommunicator
 from tiercache.planning.sharding_planner import sharding_of, slice_widths, sliced
 from tiercache.store.bits import HASHES
-from tiercache.store.sharding import (
-    KINDS,
-    ShardingPlan,
-    Slice,
-    TableSharding,
-    hash_bounds,
-)
+from tiercache.store.sharding import KINDS, ShardingPlan, Slice, TableSharding, hash_bounds
 
 USUAL = {
     "num_ranks": 3,
@@ -55,7 +49,6 @@ def test_slices_of_one_rank_become_neighbors_and_one() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7, 1024])
 def test_ranges_of_hashes_follow_one_another_and_are_alike(num_ranks: int) -> None:
-    """From 0 to 2^64, of sizes that differ by 1."""
     bounds = hash_bounds(num_ranks)
     assert (bounds[0], bounds[-1], len(bounds)) == (0, HASHES, num_ranks + 1)
     sizes = {high - low for low, high in pairwise(bounds)}
@@ -70,7 +63,6 @@ def test_ranges_of_hashes_follow_one_another_and_are_alike(num_ranks: int) -> No
     ),
 )
 def test_a_record_gives_the_same_sharding_back(ranks: int, kinds: dict[str, Any]) -> None:
-    """Through JSON, with the same digest, whatever the order of tables."""
     tables = {}
     for name, how in kinds.items():
         owners = [rank % ranks for rank in how] if isinstance(how, list) else []
@@ -101,10 +93,7 @@ def test_a_record_gives_the_same_sharding_back(ranks: int, kinds: dict[str, Any]
         ({"tables": {"a": {"kind": "row_wise", "slices": [[0, 0, 4]]}}}, "'row_wise' with 1 slices: it has no slices"),
         ({"tables": {"a": {"kind": "table_wise"}}}, "'table_wise' with 0 slices: it has 1 slice"),
         ({"tables": {"a": {"kind": "column_wise", "slices": [[0, 0, 4]]}}}, "it has 2 or more slices"),
-        (
-            {"tables": {"a": {"kind": "table_wise", "slices": [[0, 4]]}}},
-            "each is \\[rank, first column, end column\\]",
-        ),
+        ({"tables": {"a": {"kind": "table_wise", "slices": [[0, 4]]}}}, "each is \\[rank, first column, end column\\]"),
         ({"tables": {"a": {"kind": "table_wise", "slices": [[0, 0, 4.0]]}}}, "each is \\[rank"),
         ({"tables": {"a": {"kind": "table_wise", "slices": [[3, 0, 4]]}}}, "names rank 3: there are 3 ranks"),
         ({"tables": {"a": {"kind": "table_wise", "slices": [[-1, 0, 4]]}}}, "names rank -1"),
@@ -115,7 +104,6 @@ def test_a_record_gives_the_same_sharding_back(ranks: int, kinds: dict[str, Any]
     ],
 )
 def test_a_record_of_something_else_is_refused(change: Any, words: str) -> None:
-    """With a message that names the table."""
     ShardingPlan.from_record(USUAL)
     with pytest.raises(ValueError, match=words):
         ShardingPlan.from_record({**USUAL, **change} if isinstance(change, dict) else change)
@@ -146,7 +134,6 @@ JSON = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(JSON | st.fixed_dictionaries({"num_ranks": st.integers(1, 3), "tables": st.dictionaries(st.just("a"), JSON)}))
 def test_any_record_is_read_or_refused(record: Any) -> None:
-    """No other error is raised, and an accepted record is equal when written again."""
     try:
         sharding = ShardingPlan.from_record(record)
     except ValueError:
@@ -155,7 +142,6 @@ def test_any_record_is_read_or_refused(record: Any) -> None:
 
 
 def test_a_sharding_of_other_tables_or_columns_is_refused() -> None:
-    """The error names the table."""
     sharding = ShardingPlan(2, {"a": sliced(4, [0, 1])})
     sharding.check([table("a", 4)])
     with pytest.raises(ValueError, match="differ in b"):
@@ -166,8 +152,6 @@ def test_a_sharding_of_other_tables_or_columns_is_refused() -> None:
 
 # -- users' requests for shardings ---------------------------------------------------------------------------
 
-OPEN = "tests.dist.test_sharding:chosen"
-
 
 def chosen(ranks: AnyCommunicator, folder: str, asked: list[Any], **options: Any) -> dict[str, str]:
     """Open a store with each rank's request, and return the kind of each table."""
@@ -176,9 +160,15 @@ def chosen(ranks: AnyCommunicator, folder: str, asked: list[Any], **options: Any
         costs = tc.CostModel(**one.pop("costs", {}))
         one = tc.ShardingRules(**one["rules"], costs=costs)
     if isinstance(one, dict) and "plan" in one:
-        one = ShardingPlan(ranks.size, {name: TableSharding(kind) for name, kind in one["plan"].items()})
+        one = ShardingPlan(
+            one.get("ranks", ranks.size), {name: TableSharding(kind) for name, kind in one["plan"].items()}
+        )
     with open_sharded(ONE, folder, sharding=one, **options) as cache:
         return {name: sharding.kind for name, sharding in cache.sharding.tables.items()}
+
+
+ROWS = {"users": "row_wise", "items": "row_wise"}
+COPIES = ROWS | {"users": "data_parallel"}
 
 
 @pytest.mark.parametrize(
@@ -187,18 +177,12 @@ def chosen(ranks: AnyCommunicator, folder: str, asked: list[Any], **options: Any
         (["basic", "cost"], "sharding (basic on rank 0, cost on rank 1)"),
         (
             [{"users": "row_wise"}, {"users": "table_wise"}],
-            'sharding ({"users": "row_wise"} on rank 0, {"users": "table_wise"} on rank 1)',
+            'sharding ({"users": "row_wise"} on rank 0, {"users": "table',
         ),
         (["auto", {"rules": {}}], "sharding (auto on rank 0, digest "),
         ([{"rules": {}}, {"rules": {"row_threshold": 1}}], "sharding (digest "),
         ([{"rules": {}}, {"rules": {}, "costs": {"samples": 1}}], "sharding (digest "),
-        (
-            [
-                {"plan": {"users": "row_wise", "items": "row_wise"}},
-                {"plan": {"users": "data_parallel", "items": "row_wise"}},
-            ],
-            "sharding (digest ",
-        ),
+        ([{"plan": ROWS}, {"plan": COPIES}], "sharding (digest "),
     ],
 )
 def test_ranks_that_ask_for_different_shardings_are_refused(
@@ -207,12 +191,12 @@ def test_ranks_that_ask_for_different_shardings_are_refused(
     """The requests are compared, not the resulting shardings; nothing is made."""
     ONE.cut(tmp_path / "passes")
 
-    errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), asked=asked)
+    errors = ranks_pool.errors(2, chosen, folder=str(tmp_path), asked=asked)
 
     assert errors[0] == errors[1]
-    assert errors[0] is not None
-    assert errors[0][0] == "RankError"
-    assert errors[0][1].startswith(f"ranks differ in {words}")
+    kind, sentence = errors[0] or ("", "")
+    assert kind == "RankError"
+    assert sentence.startswith(f"ranks differ in {words}")
     assert not (tmp_path / "model.tc").exists()
 
 
@@ -230,7 +214,7 @@ def test_thresholds_say_where_tables_stand(ranks_pool: RanksPool, tmp_path: Path
         ("row_threshold", "1MiB", "table_wise"),
     ):
         asked = {"rules": rules | ({name: most} if name else {})}
-        told = ranks_pool.run(2, OPEN, folder=str(tmp_path), asked=[asked])
+        told = ranks_pool.run(2, chosen, folder=str(tmp_path), asked=[asked])
         assert told == [{"users": kind, "items": "table_wise"}] * 2, (name, most)
 
 
@@ -239,7 +223,7 @@ def test_costs_say_where_tables_stand(ranks_pool: RanksPool, tmp_path: Path) -> 
     ONE.cut(tmp_path / "passes")
     for seconds, kind in ((1e-6, "row_wise"), (1.0, "table_wise")):
         asked = {"rules": {}, "costs": {"piece_seconds": seconds}}
-        assert ranks_pool.run(2, OPEN, folder=str(tmp_path), asked=[asked]) == [{"users": kind, "items": kind}] * 2
+        assert ranks_pool.run(2, chosen, folder=str(tmp_path), asked=[asked]) == [{"users": kind, "items": kind}] * 2
 
 
 def test_numbers_on_the_wire_count_as_the_cache_sends_them(tmp_path: Path) -> None:
@@ -270,7 +254,6 @@ def test_numbers_on_the_wire_count_as_the_cache_sends_them(tmp_path: Path) -> No
     ],
 )
 def test_rules_that_make_no_sense_are_refused(rules: dict[str, Any], words: str) -> None:
-    """When they are made."""
     with pytest.raises(ValueError, match=words):
         tc.ShardingRules(**rules)
 
@@ -284,15 +267,16 @@ def test_costs_are_numbers_above_0(number: Any) -> None:
 
 
 def test_what_is_no_sharding_is_refused(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """On every rank, with what it may be; also unknown kinds and tables in rules."""
     ONE.cut(tmp_path / "passes")
     for asked, words in (
         (5, "sharding is 5: it must be a strategy, kinds by table, ShardingRules or a ShardingPlan"),
-        (
-            {"rules": {"kinds": {"users": "rows"}}},
-            "to be sharded by 'rows': expected one of 'row_wise', 'table_wise'",
-        ),
+        ({"rules": {"kinds": {"users": "rows"}}}, "to be sharded by 'rows': expected one of 'row_wise', 'table_wise'"),
         ({"rules": {"kinds": {"user": "row_wise"}}}, "unknown table 'user': the tables are"),
+        ({"user": "row_wise"}, "the sharding names the unknown table 'user'"),
+        ({"users": "replicate"}, "table 'users' is to be sharded by 'replicate': expected one of"),
+        ({"plan": ROWS, "ranks": 3}, "the sharding is for 3 ranks, but there are 2"),
     ):
-        errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), asked=[asked])
+        errors = ranks_pool.errors(2, chosen, folder=str(tmp_path), asked=[asked])
         assert all(error is not None and words in error[1] for error in errors), errors
+    errors = ranks_pool.errors(2, chosen, folder=str(tmp_path), asked=["auto"], comm_dtype="int8")
+    assert all(error is not None and "unknown comm_dtype 'int8'" in error[1] for error in errors), errors

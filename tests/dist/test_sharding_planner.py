@@ -20,13 +20,11 @@ SGD = tc.optim.SGD(learning_rate=1.5)
 
 
 def sizes(given: list[tuple[int, int]]) -> tuple[list[tc.Table], dict[str, TableStats]]:
-    """Return tables of these (rows, dim)."""
     tables = [table(f"t{i}", dim, SGD) for i, (_, dim) in enumerate(given)]
     return tables, {f"t{i}": TableStats(rows=rows, samples=1000) for i, (rows, _) in enumerate(given)}
 
 
 def owned_bytes(sharding: ShardingPlan, tables: list[tc.Table], table_stats: dict[str, TableStats]) -> list[float]:
-    """Return the bytes of rows of each rank, copies left out."""
     total = [0.0] * sharding.num_ranks
     for one in tables:
         for rank in range(sharding.num_ranks):
@@ -69,19 +67,19 @@ def test_every_strategy_shards_every_column_once(
             assert found == "row_wise"
         else:
             assert found == kind or (kind == "column_wise" and found == "table_wise")
+    for one in sharding.tables.values():
+        assert len({part.rank for part in one.slices}) == len(one.slices), "a rank has one slice of a table at most"
     for rank in range(num_ranks):
         assert {one.name for one in sharding.shard_tables(tables, rank)} == {one.name for one in tables}
 
 
 def test_basic_deals_out_whole_tables_in_the_order_given() -> None:
-    """Whatever their sizes."""
     tables, table_stats = sizes([(5, 1), (900, 9), (1, 2), (7, 7)])
     sharding = plan_sharding(tables, table_stats, 3, strategy="basic")
     assert [sharding.tables[t.name].slices[0].rank for t in tables] == [0, 1, 2, 0]
 
 
 def test_memory_balanced_gives_the_largest_first_to_the_emptiest_rank() -> None:
-    """Whole tables, whatever their sizes."""
     tables, table_stats = sizes([(10, 1), (40, 1), (30, 1), (20, 1), (25, 1)])
     sharding = plan_sharding(tables, table_stats, 2, strategy="memory_balanced")
     assert [sharding.tables[t.name].slices[0].rank for t in tables] == [1, 0, 1, 0, 1]
@@ -89,7 +87,6 @@ def test_memory_balanced_gives_the_largest_first_to_the_emptiest_rank() -> None:
 
 
 def test_memory_optimized_divides_what_is_larger_than_a_fair_share() -> None:
-    """So that no rank holds much more than that."""
     tables, table_stats = sizes([(1000, 8), (10, 8), (30, 8), (500, 4), (20, 4)])
     balanced = plan_sharding(tables, table_stats, 4, strategy="memory_balanced")
     optimized = plan_sharding(tables, table_stats, 4, strategy="memory_optimized")
@@ -99,26 +96,14 @@ def test_memory_optimized_divides_what_is_larger_than_a_fair_share() -> None:
     assert max(owned_bytes(optimized, tables, table_stats)) < 2 * fair
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize(
-    ("given_sizes", "threshold"),
-    [([(100, 8), (5, 8), (10, 8), (25, 4)], 45), ([(10, 4), (11, 2), (4, 2), (4, 2)], 10)],
-)
-@pytest.mark.parametrize("strategy", ["basic", "memory_balanced", "memory_optimized", "auto"])
-def test_slices_above_a_threshold_are_merged_where_they_meet(
-    given_sizes: list[tuple[int, int]], threshold: int, num_ranks: int, strategy: str
-) -> None:
-    """A rank has one slice of a table at most; a threshold counts the bytes of float32 here."""
-    tables, table_stats = sizes(given_sizes)
-    sharding = plan_sharding(tables, table_stats, num_ranks, strategy=strategy, column_threshold=4 * threshold)
-    sharding.check(tables)
-    for one in tables:
-        table_sharding = sharding.tables[one.name]
-        assert (
-            len({part.rank for part in table_sharding.slices}) == len(table_sharding.slices) <= min(num_ranks, one.dim)
-        )
-        if num_ranks > 1 and table_stats[one.name].rows * one.dim > threshold and strategy in {"basic", "auto"}:
-            assert table_sharding.kind == "column_wise"
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("strategy", ["basic", "auto"])
+def test_tables_above_a_threshold_are_sliced(num_ranks: int, strategy: str) -> None:
+    """A threshold counts the bytes of float32 here."""
+    tables, table_stats = sizes([(100, 8), (5, 8), (10, 8), (25, 4), (11, 2)])
+    sharding = plan_sharding(tables, table_stats, num_ranks, strategy=strategy, column_threshold=4 * 45)
+    kinds = {one.name: sharding.tables[one.name].kind for one in tables}
+    assert [kinds[name] for name in ("t0", "t2", "t3")] == ["column_wise"] * 3
 
 
 def test_slices_that_meet_on_the_emptiest_rank_are_one() -> None:
@@ -131,7 +116,6 @@ def test_slices_that_meet_on_the_emptiest_rank_are_one() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8, 64])
 def test_by_cost_fewer_tables_than_ranks_keep_all_ranks_at_work(num_ranks: int) -> None:
-    """No rank is left without rows or columns."""
     tables, table_stats = sizes([(100_000, 16)] * (num_ranks - 1))
     sharding = plan_sharding(tables, table_stats, num_ranks)
     for rank in range(num_ranks):
@@ -166,7 +150,6 @@ def test_by_cost_a_hot_table_is_copied_where_steps_are_rare() -> None:
 
 
 def test_wrong_words_are_refused_with_those_that_are_allowed() -> None:
-    """Strategy, kind, and table."""
     tables, table_stats = sizes([(5, 1)])
     with pytest.raises(ValueError, match="strategy of sharding is 'best': it must be one of 'auto', 'basic'"):
         plan_sharding(tables, table_stats, 2, strategy="best")

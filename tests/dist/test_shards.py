@@ -1,6 +1,7 @@
 """The ranks of a store: they make every commit together, or none of them does."""
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,42 +12,32 @@ from tests.dist import sharded_world
 from tests.dist.meeting import meet
 from tests.dist.sharded_world import (
     TABLES,
+    ShardWorld,
     advance,
     check_shards,
-    divide_anew,
-    opened,
+    divide_among,
+    on_ranks,
     sentences,
     sharding_on,
     take,
-    train_shards,
+    train_on,
 )
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import RankError, StateError
-from tiercache.store import (
-    CorruptStoreError,
-    Cursor,
-    NotAStoreError,
-    Store,
-    StoreError,
-    StoreFullError,
-    StoreMissingError,
-    verify,
-)
+from tiercache.store import Cursor, Store, StoreError, StoreFullError, info, verify
 from tiercache.store.commit_writer import CommitWriter
 from tiercache.store.opening import newest_record, open_folder
 from tiercache.store.rank_writer import RankWriter
-from tiercache.store.sharding import ShardingPlan
+from tiercache.store.sharding import ShardingPlan, TableSharding
 
 ENGINES = pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 
 
 def folders(path: Path) -> set[str]:
-    """Return the folders of ranks in the folder of a store."""
     return {entry.name for entry in path.glob("rank-*")}
 
 
 def rank_folders(num_ranks: int) -> set[str]:
-    """Return the folders of ``num_ranks`` ranks in the store's folder."""
     return {f"rank-{rank}" for rank in range(1, num_ranks)}
 
 
@@ -65,23 +56,11 @@ def lists_of(path: Path, rank: int, engine: str) -> set[str]:
         whole.close()
 
 
-def full() -> StoreFullError:
-    """Return the error of a disk without room."""
+def no_room() -> StoreFullError:
     return StoreFullError(needed_bytes=100, limit="no space is left on the disk", advice="free some")
 
 
-def divided(path: Path) -> Any:
-    """Return a body that begins to divide a store again."""
-    return lambda ranks: ShardWriter.divide(path, TABLES, rows_of(ranks.size), ranks).close()
-
-
-def rows_of(num_ranks: int) -> ShardingPlan:
-    """Return a sharding over ``num_ranks`` ranks for tables of any width."""
-    return ShardingPlan(num_ranks, {table.name: sharding_on(1).tables["item"] for table in TABLES})
-
-
 def digest(path: Path) -> str:
-    """Return the digest of the newest commit, which covers all its ranks."""
     with Store.open(path, mode="r") as store:
         return store.commit.digest
 
@@ -90,10 +69,9 @@ def digest(path: Path) -> str:
 @ENGINES
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_store_of_several_ranks_resumes_where_they_stopped(tmp_path: Path, num_ranks: int, engine: str) -> None:
-    """Rows of every sharding are whole after every commit, and a second opening changes nothing."""
     path, cursor = tmp_path / "s", None
     for _ in range(3):
-        assert train_shards(path, num_ranks, 3, engine=engine) == [None] * num_ranks
+        train_on(path, num_ranks, 3, engine=engine)
         with Store.open(path, mode="r") as store:
             assert cursor is None or store.commit.cursor > cursor
             cursor = store.commit.cursor
@@ -101,7 +79,7 @@ def test_a_store_of_several_ranks_resumes_where_they_stopped(tmp_path: Path, num
         check_shards(path, cursor)
     assert cursor == Cursor(5, 5)
     before = digest(path)
-    assert train_shards(path, num_ranks, 0) == [None] * num_ranks
+    train_on(path, num_ranks, 0)
     assert digest(path) == before
     check_shards(path, cursor)
     assert folders(path) == rank_folders(num_ranks)
@@ -113,13 +91,16 @@ def test_a_store_of_several_ranks_resumes_where_they_stopped(tmp_path: Path, num
 def test_what_some_ranks_prepared_is_dropped_at_the_next_opening(tmp_path: Path, ahead: list[int], engine: str) -> None:
     """For any of them, even all: the previous commit is valid, and nothing of the next one remains."""
     path = tmp_path / "s"
-    assert train_shards(path, 3, 4, engine=engine) == [None] * 3
+    train_on(path, 3, 4, engine=engine)
     before, blobs = digest(path), stored(path)
+    commits = info(path)["commits"]
     sharded_world.ahead(path, 3, *ahead)
     for rank in (1, 2):
         assert (f"ranks/{rank}.4" in lists_of(path, rank, engine)) == (rank in ahead)
     check_shards(path, Cursor(2))
-    assert train_shards(path, 3, 0) == [None] * 3
+    assert verify(path)["problems"] == []
+    assert info(path)["commits"] == commits
+    train_on(path, 3, 0)
     assert digest(path) == before
     assert stored(path) == blobs
     check_shards(path, Cursor(2))
@@ -127,26 +108,9 @@ def test_what_some_ranks_prepared_is_dropped_at_the_next_opening(tmp_path: Path,
     with Store.open(path) as store:  # all ranks in one process
         assert store.commit.digest == before
     assert stored(path) == blobs
-    assert train_shards(path, 3, 3) == [None] * 3
-    check_shards(path, Cursor(4))
+    train_on(path, 3, 3, Cursor(4))
     with Store.open(path, mode="r") as store:
         assert store.commit.id == 6
-
-
-@ENGINES
-def test_ranks_keep_as_many_commits_as_asked_for(tmp_path: Path, engine: str) -> None:
-    """A later opening may ask for another number; all ranks have the same commits."""
-    last = -1
-    for retention, kept in ((None, 1), (3, 3), (None, 3), (1, 1)):
-        assert train_shards(tmp_path / "s", 2, 5, retention=retention, engine=engine) == [None] * 2
-        last += 5
-        with Store.open(tmp_path / "s", mode="r") as store:
-            ids = [commit.id for commit in store.commits]
-            assert ids == [*range(last - kept + 1, last + 1)]
-            assert store.retention == kept
-            assert all(rank.retention == kept and rank.commit.id == last for rank in store.ranks)
-        names = [{name for name in names if name.startswith("ranks/")} for names in stored(tmp_path / "s")]
-        assert [len(of_rank) for of_rank in names] == [kept, kept]
 
 
 @pytest.mark.sampled(1)
@@ -155,131 +119,118 @@ def test_a_rank_that_prepared_a_commit_prepares_no_other_one(tmp_path: Path, eng
     """A compaction of one rank is not a commit of the store; one of all ranks is."""
     path = tmp_path / "s"
 
-    def alone(ranks: Any) -> list[int]:
-        shards, world = opened(path, ranks, engine=engine)
-        with shards:
-            for _ in range(4):
-                take(shards, world)
-            if ranks.rank:
-                shards.store.compact()
-                for step in (shards.store.compact, lambda: advance(shards.store, world, shards.cursor)):
-                    with pytest.raises(StoreError, match=r"commit 4 of .* waits for the other ranks: publish it"):
-                        step()
-            with pytest.raises(StateError if ranks.rank == 0 else RankError, match="has prepared no commit"):
-                shards.publish()
-            return [commit.id for commit in shards.store.commits]
+    def alone(ranks: Any, shards: ShardWriter, world: ShardWorld) -> list[int]:
+        for _ in range(4):
+            take(shards, world)
+        if ranks.rank:
+            shards.store.compact()
+            for step in (shards.store.compact, lambda: advance(shards.store, world, shards.cursor)):
+                with pytest.raises(StoreError, match=r"commit 4 of .* waits for the other ranks: publish it"):
+                    step()
+        with pytest.raises(StateError if ranks.rank == 0 else RankError, match="has prepared no commit"):
+            shards.publish()
+        return [commit.id for commit in shards.store.commits]
 
-    assert meet(2, alone) == [[3], [3]]
-    check_shards(path, Cursor(2))
+    assert on_ranks(path, 2, alone, engine=engine) == [[3], [3]]
     assert verify(path)["problems"] == []
-    assert train_shards(path, 2, 0) == [None] * 2
-    check_shards(path, Cursor(2))
+    train_on(path, 2, 0, Cursor(2))
+    train_on(path, 2, 3, Cursor(4))
 
-    assert train_shards(path, 2, 2) == [None] * 2
-    check_shards(path, Cursor(3, 5))
-    assert train_shards(path, 2, 1) == [None] * 2
+    def together(_: Any, shards: ShardWriter, __: ShardWorld) -> list[int]:
+        for _ in range(2):
+            shards.store.compact()
+            shards.publish()
+        return [commit.id for commit in shards.store.commits]
 
-    def together(ranks: Any) -> list[int]:
-        shards, _ = opened(path, ranks)
-        with shards:
-            for _ in range(2):
-                shards.store.compact()
-                shards.publish()
-            return [commit.id for commit in shards.store.commits]
-
-    assert meet(2, together) == [[8], [8]]
+    assert on_ranks(path, 2, together) == [[8], [8]]
     check_shards(path, Cursor(4))
     assert verify(path)["problems"] == []
 
 
 def test_nothing_is_published_unless_all_ranks_prepared_it(tmp_path: Path) -> None:
-    """Another cursor on one rank, or an unprepared commit, is an error on every rank, and changes nothing."""
     path = tmp_path / "s"
+    train_on(path, 2, 1, Cursor(0))
 
-    def other(ranks: Any) -> None:
-        shards, world = opened(path, ranks)
-        with shards:
-            take(shards, world)
-            world.pass_index = 0
-            world.train(part=1)
-            world.append(shards.store)
-            world.pass_index = 1 + ranks.rank
-            world.publish(shards.store)
-            shards.publish(Cursor(1 + ranks.rank))
+    def other(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:
+        world.pass_index = 0
+        world.train(part=1)
+        world.append(shards.store)
+        world.pass_index = 1 + ranks.rank
+        world.publish(shards.store)
+        shards.publish(Cursor(1 + ranks.rank))
 
-    errors = meet(2, other)
-    assert all(isinstance(error, StateError) for error in errors)
-    assert "rank 1 commits at pass 2 but rank 0 at pass 1" in str(errors[0])
-    check_shards(path, Cursor(0))
-
-    def missing(ranks: Any) -> None:
-        shards, world = opened(path, ranks)
-        with shards:
-            if ranks.rank:
-                advance(shards.store, world, Cursor(0))
-            shards.publish(Cursor(1))
-
-    assert "has prepared no commit, but pass 1 is to be published" in sentences(meet(2, missing))
-    check_shards(path, Cursor(0))
-
-    def elsewhere(ranks: Any) -> None:
-        shards, world = opened(path, ranks)
-        with shards:
+    def missing(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:
+        if ranks.rank:
             advance(shards.store, world, Cursor(0))
-            shards.publish(Cursor(2))
+        shards.publish(Cursor(1))
 
-    assert "is at pass 1, but pass 2 is to be published" in sentences(meet(2, elsewhere))
+    def elsewhere(_: Any, shards: ShardWriter, world: ShardWorld) -> None:
+        advance(shards.store, world, Cursor(0))
+        shards.publish(Cursor(2))
+
+    for body, words in (
+        (other, "rank 1 commits at pass 2 but rank 0 at pass 1"),
+        (missing, "has prepared no commit, but pass 1 is to be published"),
+        (elsewhere, "is at pass 1, but pass 2 is to be published"),
+    ):
+        errors = on_ranks(path, 2, body)
+        assert {type(error) for error in errors} <= {StateError, RankError}
+        assert any(words in str(error) for error in errors), errors
+        check_shards(path, Cursor(0))
+
+    def twice(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:
+        world.pass_index = 0
+        world.publish(shards.store)
+        if ranks.rank:
+            with pytest.raises(StoreError, match="waits for the other ranks"):
+                world.publish(shards.store)
+        shards.publish(Cursor(0))
+        assert shards.store.commit.id == 1
+
+    assert on_ranks(path, 2, twice) == [None, None]
     check_shards(path, Cursor(0))
 
-    def twice(ranks: Any) -> None:
-        shards, world = opened(path, ranks)
-        with shards:
-            world.pass_index = 0
-            world.publish(shards.store)
-            if ranks.rank:
-                with pytest.raises(StoreError, match="waits for the other ranks"):
-                    world.publish(shards.store)
-            shards.publish(Cursor(0))
-            assert shards.store.commit.id == 1
 
-    assert meet(2, twice) == [None, None]
-    check_shards(path, Cursor(0))
+class Switch:
+    """Has calls of a method fail while it is on, on all ranks at the same time."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, of: type, name: str, fails: Callable[[Any], Exception | None]
+    ) -> None:
+        self.is_on, plain = False, getattr(of, name)
+
+        def limited(writer: Any, *given: Any, **options: Any) -> Any:
+            if self.is_on and (error := fails(writer)) is not None:
+                raise error
+            return plain(writer, *given, **options)
+
+        patch.setattr(of, name, limited)
+
+    def turn(self, ranks: Any, is_on: bool) -> None:
+        ranks.all_gather_object(None)
+        self.is_on = is_on
+        ranks.all_gather_object(None)
 
 
 @ENGINES
-@pytest.mark.parametrize("step", ["put", "publish"])
+@pytest.mark.parametrize("step", ["_put", "_publish"])
 def test_a_publication_that_found_no_room_may_be_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, step: str
 ) -> None:
-    """Every rank raises an error, and the previous commit is valid."""
-    path, is_full = tmp_path / "s", [False]
-    plain = getattr(CommitWriter, f"_{step}")
+    path, full = tmp_path / "s", Switch(monkeypatch, CommitWriter, step, lambda _: no_room())
 
-    def limited(writer: CommitWriter, *given: Any) -> None:
-        if is_full[0]:
-            raise full()
-        plain(writer, *given)
-
-    monkeypatch.setattr(CommitWriter, f"_{step}", limited)
-
-    def body(ranks: Any) -> Any:
-        shards, world = opened(path, ranks, engine=engine)
-        with shards:
-            take(shards, world)
-            advance(shards.store, world, shards.cursor)
-            ranks.all_gather_object(None)
-            is_full[0] = True
-            ranks.all_gather_object(None)
-            with pytest.raises(StoreFullError if ranks.rank == 0 else RankError, match="no space is left"):
-                shards.publish(Cursor(1))
-            assert newest_record(path).cursor == shards.cursor == Cursor(0)
-            ranks.all_gather_object(None)
-            is_full[0] = False
-            ranks.all_gather_object(None)
+    def body(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:
+        take(shards, world)
+        advance(shards.store, world, shards.cursor)
+        full.turn(ranks, True)
+        with pytest.raises(StoreFullError if ranks.rank == 0 else RankError, match="no space is left"):
             shards.publish(Cursor(1))
-            take(shards, world)
+        assert newest_record(path).cursor == shards.cursor == Cursor(0)
+        full.turn(ranks, False)
+        shards.publish(Cursor(1))
+        take(shards, world)
 
-    assert meet(2, body) == [None, None]
+    assert on_ranks(path, 2, body, engine=engine) == [None, None]
     check_shards(path, Cursor(1, 5))
 
 
@@ -290,37 +241,22 @@ def test_a_commit_that_one_rank_found_no_room_for_is_no_commit_of_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, which: int
 ) -> None:
     """The others drop their prepared commits at the next meeting, and all make it again."""
-    path, is_full = tmp_path / "s", [False]
-    plain = RankWriter._advance
+    path = tmp_path / "s"
+    full = Switch(monkeypatch, RankWriter, "_advance", lambda writer: no_room() if writer.rank == which else None)
 
-    def limited(writer: RankWriter, *given: Any, **options: Any) -> Any:
-        if is_full[0] and writer.rank == which:
-            raise full()
-        return plain(writer, *given, **options)
-
-    monkeypatch.setattr(RankWriter, "_advance", limited)
-
-    def body(ranks: Any) -> None:
-        shards, world = opened(path, ranks, engine=engine)
-        with shards:
+    def body(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:
+        take(shards, world)
+        full.turn(ranks, True)
+        with pytest.raises(StoreFullError) if ranks.rank == which else nullcontext():
+            advance(shards.store, world, shards.cursor)
+        full.turn(ranks, False)
+        shards.meet()
+        assert not shards.ahead
+        shards.store.discard_uncommitted()
+        for _ in range(3):
             take(shards, world)
-            ranks.all_gather_object(None)
-            is_full[0] = True
-            ranks.all_gather_object(None)
-            if ranks.rank == which:
-                with pytest.raises(StoreFullError):
-                    advance(shards.store, world, shards.cursor)
-            else:
-                advance(shards.store, world, shards.cursor)
-            ranks.all_gather_object(None)
-            is_full[0] = False
-            shards.meet()
-            assert not shards.ahead
-            shards.store.discard_uncommitted()
-            for _ in range(3):
-                take(shards, world)
 
-    assert meet(2, body) == [None, None]
+    assert on_ranks(path, 2, body, engine=engine) == [None, None]
     check_shards(path, Cursor(2))
     assert verify(path)["problems"] == []
 
@@ -333,89 +269,55 @@ def test_a_commit_that_not_all_ranks_heard_of_is_there(
 ) -> None:
     """It was published: surviving ranks meet at it, and a new opening finds it."""
     path = tmp_path / "s"
-    plain, deaf = RankWriter.take, [False]
+    deaf = Switch(
+        monkeypatch, RankWriter, "take", lambda writer: None if writer.rank in heard else KeyError("interrupted")
+    )
 
-    def limited(writer: RankWriter, *given: Any) -> None:
-        if deaf[0] and writer.rank not in heard:
-            raise KeyError("interrupted")
-        plain(writer, *given)
-
-    monkeypatch.setattr(RankWriter, "take", limited)
-
-    def body(ranks: Any) -> list[int]:
-        shards, world = opened(path, ranks, engine=engine)
-        with shards:
+    def take_deaf(ranks: Any, shards: ShardWriter, world: ShardWorld) -> int:
+        deaf.turn(ranks, True)
+        with nullcontext() if len(heard) == 3 else pytest.raises(RankError if ranks.rank in heard else KeyError):
             take(shards, world)
-            ranks.all_gather_object(None)
-            deaf[0] = True
-            ranks.all_gather_object(None)
-            with nullcontext() if len(heard) == 3 else pytest.raises(RankError if ranks.rank in heard else KeyError):
-                take(shards, world)
-            stood = shards.store.commit.id
-            ranks.all_gather_object(None)
-            deaf[0] = False
-            ranks.all_gather_object(None)
-            shards.meet()
-            assert shards.cursor == Cursor(1)
-            take(shards, world)
-            ranks.all_gather_object(None)
-            deaf[0] = True
-            ranks.all_gather_object(None)
-            with nullcontext() if len(heard) == 3 else pytest.raises(RankError if ranks.rank in heard else KeyError):
-                take(shards, world)
-            return [stood, shards.store.commit.id]
+        return shards.store.commit.id
 
-    assert meet(3, body) == [[1, 3] if rank in heard else [0, 2] for rank in range(3)]
+    def body(ranks: Any, shards: ShardWriter, world: ShardWorld) -> list[int]:
+        take(shards, world)
+        stood = take_deaf(ranks, shards, world)
+        deaf.turn(ranks, False)
+        shards.meet()
+        assert shards.cursor == Cursor(1)
+        take(shards, world)
+        return [stood, take_deaf(ranks, shards, world)]
+
+    assert on_ranks(path, 3, body, engine=engine) == [[1, 3] if rank in heard else [0, 2] for rank in range(3)]
     check_shards(path, Cursor(2))
-    deaf[0] = False
-    assert train_shards(path, 3, 0) == [None] * 3
-    check_shards(path, Cursor(2))
+    deaf.is_on = False
+    train_on(path, 3, 0, Cursor(2))
     assert verify(path)["problems"] == []
-    assert train_shards(path, 3, 2) == [None] * 3
-    check_shards(path, Cursor(3, 5))
+    train_on(path, 3, 2, Cursor(3, 5))
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 3), (3, 2), (3, 1)])
 def test_what_was_never_committed_is_made_anew(tmp_path: Path, first: int, second: int) -> None:
     """By more ranks or by fewer; nothing of the first attempt stays, and nothing else is touched."""
     path = tmp_path / "s"
-    assert train_shards(path, first, 0) == [None] * first
+    train_on(path, first, 0)
     assert folders(path) == rank_folders(first)
     for name in ("rank-7", "rank-x"):  # foreign folders
         (path / name).mkdir()
         (path / name / "notes.txt").touch()
-    assert train_shards(path, second, 2) == [None] * second
-    check_shards(path, Cursor(1))
+    train_on(path, second, 2, Cursor(1))
     assert folders(path) == rank_folders(second) | {"rank-7", "rank-x"}
     assert (path / "rank-7" / "notes.txt").exists()
-    with pytest.raises(
-        NotAStoreError,
-        match=r"rank-7 exists and is not a rank of this store: pass unused folders as "
-        "shard_dirs=",
-    ):
-        raise next(error for error in meet(8, divided(path)) if not isinstance(error, RankError))
+    rows = ShardingPlan(8, {table.name: TableSharding("row_wise") for table in TABLES})
+    errors = meet(8, lambda ranks: ShardWriter.divide(path, TABLES, rows, ranks).close())
+    assert "rank-7 exists and is not a rank of this store: pass unused folders as shard_dirs=" in sentences(errors)
     assert (path / "rank-7" / "notes.txt").exists()
     check_shards(path, Cursor(1))
-
-
-def test_a_rank_that_is_missing_is_not_made_anew(tmp_path: Path) -> None:
-    """Neither by its own training, nor by one that divides the store: the rows of others would be all that is left."""
-    path = tmp_path / "s"
-    assert train_shards(path, 2, 4) == [None] * 2
-    (path / "rank-1").rename(tmp_path / "away")
-    for mode in ("r", "a"):
-        with pytest.raises(StoreMissingError, match=r"rank 1 of the store at .* is missing: .* does not exist"):
-            Store.open(path, mode=mode)
-    assert isinstance(train_shards(path, 2, 1)[1], StoreMissingError)
-    assert not (path / "rank-1").exists()
-    (tmp_path / "away").rename(path / "rank-1")
-    check_shards(path, Cursor(2))
 
 
 def test_the_marker_of_a_rank_is_plain_json(tmp_path: Path) -> None:
-    """For people who look at the files."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 2) == [None] * 2
+    train_on(path, 2, 2)
     whole, one = (json.loads((folder / "store.json").read_text()) for folder in (path, path / "rank-1"))
     assert one == {"format": "tiercache rank", "version": 5, "engine": "lmdb", "store": whole["id"], "rank": 1}
     assert (whole["format"], whole["version"], len(whole["id"])) == ("tiercache store", 5, 32)
@@ -424,28 +326,16 @@ def test_the_marker_of_a_rank_is_plain_json(tmp_path: Path) -> None:
     assert [head.name.split("-")[0] for head in record.ranks] == ["ranks/0.1", "ranks/1.1"]
 
 
-def test_ranks_that_lack_a_commit_are_not_trained(tmp_path: Path) -> None:
-    """Another one of them may have it: the current commit's list was deleted."""
-    path = tmp_path / "s"
-    assert train_shards(path, 2, 4, engine="zarr") == [None] * 2
-    whole = open_folder(path / "rank-1", TABLES, "zarr", "a", None, create=False)
-    whole.engine.drop([(name, None) for name in whole.engine.list() if name.startswith("ranks/1.3")])
-    whole.close()
-    errors = train_shards(path, 2, 1)
-    assert any(isinstance(error, CorruptStoreError) for error in errors), errors
-    assert "ranks/1.3" in sentences(errors)
-
-
 @pytest.mark.parametrize("inside", [True, False], ids=["in the store", "on a disk"])
 def test_a_folder_by_another_name_is_the_same_folder(tmp_path: Path, inside: bool) -> None:
     """Its rows are neither deleted as old ranks' leftovers, nor by a division that is not published."""
     path, disk, link = tmp_path / "s", tmp_path / "disk", tmp_path / "link"
     disk = path if inside else disk
     link.symlink_to(disk)
-    assert train_shards(path, 2, 3, retention=3, shard_dirs=[path, disk]) == [None] * 2
+    train_on(path, 2, 3, retention=3, shard_dirs=[path, disk])
     for place in (link, disk, link):
-        assert train_shards(path, 2, 1, shard_dirs=[path, place]) == [None] * 2
-        assert train_shards(path, 2, 0) == [None] * 2
+        train_on(path, 2, 1, shard_dirs=[path, place])
+        train_on(path, 2, 0)
         Store.open(path).close()
     check_shards(path, Cursor(3, 5))
 
@@ -454,12 +344,8 @@ def test_a_folder_by_another_name_is_the_same_folder(tmp_path: Path, inside: boo
 
     assert meet(2, body) == [None] * 2
     check_shards(path, Cursor(3, 5))
-    assert train_shards(path, 2, 1) == [None] * 2
-
-    def divided(ranks: Any) -> None:
-        divide_anew(path, ranks, sharding_on(2, 1), shard_dirs=[path, disk])
-
+    train_on(path, 2, 1)
     check_shards(path, Cursor(4))
-    assert meet(2, divided) == [None] * 2
+    assert divide_among(path, 2, 1, shard_dirs=[path, disk]) == [None] * 2
     check_shards(path, Cursor(4))
-    assert train_shards(path, 2, 1, turn=1) == [None] * 2
+    train_on(path, 2, 1, turn=1)

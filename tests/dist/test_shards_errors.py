@@ -7,22 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from tests.dist import sharded_world
-from tests.dist.meeting import meet
+from tests.cli.command import error_of
 from tests.dist.sharded_world import (
     TABLES,
+    ShardWorld,
     check_shards,
-    divide_anew,
-    opened,
+    divide_among,
+    on_ranks,
     sentences,
     sharding_on,
     take,
+    train_on,
     train_shards,
 )
 from tests.files import files_of
-from tiercache.cli import app
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import RankError, StateError
@@ -32,10 +31,10 @@ from tiercache.store import (
     FormatVersionError,
     NotAStoreError,
     Store,
+    StoreError,
     StoreInUseError,
     StoreMissingError,
     TableMismatchError,
-    verify,
 )
 from tiercache.store.opening import newest_record, open_folder
 from tiercache.store.sharding import ShardingPlan
@@ -44,12 +43,10 @@ ENGINES = pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 
 
 def replace_in(marker: Path, **values: object) -> None:
-    """Change values in a marker."""
     marker.write_text(json.dumps(json.loads(marker.read_text()) | values))
 
 
 def put_back(backup: Path, folder: Path) -> None:
-    """Put a backup in the place of a folder."""
     shutil.rmtree(folder)
     shutil.copytree(backup, folder)
 
@@ -70,20 +67,20 @@ def damage(path: Path, what: str, engine: str) -> None:
         case "no marker":
             marker.unlink()
         case "another store":
-            assert train_shards(backup, 3, 4, engine=engine) == [None] * 3
+            train_on(backup, 3, 4, engine=engine)
             put_back(backup / "rank-1", folder)
         case "another rank":
             put_back(path / "rank-2", folder)
         case "a whole store":
-            assert train_shards(backup, 1, 4, engine=engine) == [None]
+            train_on(backup, 1, 4, engine=engine)
             put_back(backup, folder)
         case "older":
             shutil.copytree(folder, backup)
-            assert train_shards(path, 3, 4) == [None] * 3
+            train_on(path, 3, 4)
             put_back(backup, folder)
         case "newer":
             shutil.copytree(path, backup)
-            assert train_shards(path, 3, 4) == [None] * 3
+            train_on(path, 3, 4)
             folder.rename(path.parent / "kept")
             put_back(backup, path)
             put_back(path.parent / "kept", folder)
@@ -91,6 +88,9 @@ def damage(path: Path, what: str, engine: str) -> None:
             replace_in(marker, version=6)
         case "older format":
             replace_in(marker, version=4)
+        case "a folder for a marker":
+            marker.unlink()
+            marker.mkdir()
         case "marker of nothing":
             marker.write_text("[]")
         case "no JSON":
@@ -101,81 +101,85 @@ def damage(path: Path, what: str, engine: str) -> None:
             replace_in(marker, format="tiercache passes")
 
 
-@pytest.mark.sampled(15)
-@ENGINES
-@pytest.mark.parametrize(
-    ("what", "kind", "words"),
-    [
-        (
-            "missing",
-            StoreMissingError,
-            "rank 1 of the store at .* is missing: .*/rank-1 does not exist: restore it from a copy, move it back, "
-            "or pass its new location in shard_dirs=",
-        ),
-        ("a file", StoreMissingError, "rank 1 of .* is missing: .*/rank-1 does not exist: restore"),
-        ("empty", (NotAStoreError, StoreMissingError), "rank 1 of the store at .*rank-1.*: restore"),
-        ("no marker", NotAStoreError, "rank 1 of the store at .* has no marker: .*/rank-1/store.json cannot be read"),
-        ("another store", NotAStoreError, "rank-1 has rank 1 of another store, not rank 1 of the store at .*: restore"),
-        ("another rank", NotAStoreError, "rank-1 has rank 2 .*, not rank 1 of the store at .*: restore"),
-        ("a whole store", NotAStoreError, "rank-1/store.json does not belong to rank 1 of the store at .*: restore"),
-        ("older", CorruptStoreError, r"ranks/1\.7.* of .*rank-1.*: restore"),
-        ("newer", CorruptStoreError, r"ranks/1\.3.* of .*rank-1.*: restore"),
-        ("newer format", FormatVersionError, "rank-1 has format version 6, but this tiercache reads version 5: use a "),
-        (
-            "older format",
-            FormatVersionError,
-            "rank-1 has format version 4, but this tiercache reads version 5: use the",
-        ),
-        ("marker of nothing", NotAStoreError, "rank 1 of the store at .* has no marker: .*json is not the marker of a"),
-        ("no JSON", NotAStoreError, "rank 1 of the store at .* has no marker: .*/rank-1/store.json is not JSON"),
-        ("another engine", FormatVersionError, "rank-1 .* engine 'tape', but this tiercache has lmdb and zarr: use"),
-        ("another format", NotAStoreError, "rank-1/store.json does not belong to rank 1 of the store at .*: restore"),
-    ],
+MISSING = (
+    "rank 1 of the store at .* is missing: .*/rank-1 does not exist: restore it from a copy, move it back, or pass its"
 )
-def test_a_rank_that_does_not_belong_is_one_error_on_every_rank(
-    tmp_path: Path, what: str, kind: type[Exception], words: str, engine: str
-) -> None:
-    """For those who train, for those who read, and for one who opens it alone; no file is changed."""
-    path = tmp_path / "s"
-    assert train_shards(path, 3, 4, engine=engine) == [None] * 3
+FOREIGN = "rank-1/store.json does not belong to rank 1 of the store at .*: restore"
+NO_MARKER = "rank 1 of the store at .* has no marker: .*/rank-1/store.json "
+VERSION = "rank-1 has format version {}, but this tiercache reads version 5: use "
+WRONG: dict[str, tuple[type[Exception], str]] = {
+    "missing": (StoreMissingError, MISSING),
+    "a file": (StoreMissingError, MISSING),
+    "empty": (StoreError, "rank 1 of the store at .*rank-1.*: restore"),
+    "no marker": (NotAStoreError, NO_MARKER + "cannot be read"),
+    "a folder for a marker": (StoreError, r"rank-1/store\.json cannot be read \(.+\): restore"),
+    "another store": (NotAStoreError, "rank-1 has rank 1 of another store, not rank 1 of the store at .*: restore"),
+    "another rank": (NotAStoreError, "rank-1 has rank 2 of that store, not rank 1 of the store at .*: restore"),
+    "a whole store": (NotAStoreError, FOREIGN),
+    "older": (CorruptStoreError, r"ranks/1\.7 of the store at .*/rank-1 is missing.*: restore"),
+    "newer": (CorruptStoreError, r"ranks/1\.3 of the store at .*/rank-1 is missing.*: restore"),
+    "newer format": (FormatVersionError, VERSION.format(6) + "a "),
+    "older format": (FormatVersionError, VERSION.format(4) + "the"),
+    "marker of nothing": (NotAStoreError, NO_MARKER.replace("/rank-1/store.json ", "json is not the marker of a")),
+    "no JSON": (NotAStoreError, NO_MARKER + "is not JSON"),
+    "another engine": (FormatVersionError, "rank-1 .* engine 'tape', but this tiercache has lmdb and zarr: use"),
+    "another format": (NotAStoreError, FOREIGN),
+}
+
+
+@pytest.mark.sampled(16)
+@ENGINES
+@pytest.mark.parametrize("what", WRONG)
+def test_a_rank_that_does_not_belong_is_one_error_for_all(tmp_path: Path, what: str, engine: str) -> None:
+    """For those who train, read, verify or divide the store, and who open it alone; no file is changed."""
+    path, (kind, words) = tmp_path / "s", WRONG[what]
+    train_on(path, 3, 4, engine=engine)
     damage(path, what, engine)
-    held = {name: data for name, data in files_of(path).items() if name.startswith("rank-1")}
-    errors = train_shards(path, 3, 1)
-    assert any(isinstance(error, kind) for error in errors), errors
-    assert all(isinstance(error, (kind if isinstance(kind, tuple) else (kind,)) + (RankError,)) for error in errors)
-    for error in errors:
-        assert re.search(words, str(error)), error
-        assert "\n" not in str(error)
-    for mode in ("r", "a"):
+    held = unlocked(path)
+    assert_refused(train_shards(path, 3, 1), kind, words)
+    newest = newest_record(path)
+    assert newest is not None
+    for options in ({"mode": "r"}, {"mode": "r", "commit": newest.id}, {"mode": "a"}):
         with pytest.raises(kind, match=words):
-            Store.open(path, mode=mode)
-    errors = meet(2, lambda ranks: divide_anew(path, ranks, sharding_on(2, 1)))
-    assert re.search(words, sentences(errors))
-    assert isinstance(next(error for error in errors if not isinstance(error, RankError)), kind)
+            Store.open(path, **options)
+    for command in ("info", "verify"):
+        assert re.search(words, error_of(command, path))
+    assert unlocked(path) == held
+    assert_refused(divide_among(path, 2, 1), kind, words)
     if what not in {"older", "newer"}:
-        now = {name: data for name, data in files_of(path).items() if name.startswith("rank-1")}
-        assert {name for name in held if now.get(name) != held[name]} <= {"rank-1/writer.lock"}
+        held = {name: data for name, data in held.items() if name.startswith("rank-1")}
+        assert {name: data for name, data in unlocked(path).items() if name.startswith("rank-1")} == held
+
+
+def unlocked(path: Path) -> dict[str, bytes]:
+    """Return the bytes of all files but locks and leases."""
+    found = files_of(path).items()
+    return {name: data for name, data in found if not name.endswith((".lock", "lock.mdb")) and "leases/" not in name}
+
+
+def assert_refused(errors: list[Any], kind: type[Exception], words: str) -> None:
+    """Assert that all ranks say so, one of them with the error itself."""
+    assert re.search(words, sentences(errors))
+    assert {type(error) for error in errors if not isinstance(error, kind)} <= {RankError}
+    assert any(isinstance(error, kind) for error in errors)
 
 
 def test_one_training_at_a_time(tmp_path: Path) -> None:
     """The whole store has a lock, and each rank its own: if rank 0 is gone and others still write."""
     path = tmp_path / "s"
 
-    def body(ranks: Any) -> None:
-        shards, world = opened(path, ranks)
-        with shards:
-            take(shards, world)
-            ranks.all_gather_object(None)
-            if ranks.rank == 0:
-                errors = train_shards(path, 2, 0)
-                assert isinstance(errors[0], StoreInUseError)
-                assert "is being written by process" in sentences(errors)
-                with pytest.raises(StoreInUseError):
-                    Store.open(path)
-            ranks.all_gather_object(None)
+    def body(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:
+        take(shards, world)
+        ranks.all_gather_object(None)
+        if ranks.rank == 0:
+            errors = train_shards(path, 2, 0)
+            assert isinstance(errors[0], StoreInUseError)
+            assert "is being written by process" in sentences(errors)
+            with pytest.raises(StoreInUseError, match=r"the store at .*/s is being written by process"):
+                Store.open(path)
         ranks.all_gather_object(None)
 
-    assert meet(2, body) == [None, None]
+    assert on_ranks(path, 2, body) == [None, None]
     other = open_folder(path / "rank-1", TABLES, "lmdb", "a", None, create=False)
     errors = train_shards(path, 2, 0)
     assert isinstance(errors[1], StoreInUseError)
@@ -183,20 +187,18 @@ def test_one_training_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(StoreInUseError, match="rank-1 is being written by process"):
         Store.open(path)
     for num_ranks in (1, 2, 3):
-        errors = meet(num_ranks, lambda ranks: divide_anew(path, ranks, sharding_on(ranks.size, 1)))
+        errors = divide_among(path, num_ranks, 1)
         assert isinstance(errors[min(1, num_ranks - 1)], StoreInUseError)
         assert "rank-1 is being written by process" in sentences(errors)
     other.close()
     check_shards(path, Cursor(0))
-    assert train_shards(path, 2, 1) == [None] * 2
-    check_shards(path, Cursor(1))
+    train_on(path, 2, 1, Cursor(1))
 
 
 @ENGINES
 def test_the_rows_of_a_rank_are_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
-    """Under any name and path: it cannot be written, read or made a store."""
     path, disk = tmp_path / "s", tmp_path / "disk 1"
-    assert train_shards(path, 2, 4, shard_dirs=[path, disk], engine=engine) == [None] * 2
+    train_on(path, 2, 4, shard_dirs=[path, disk], engine=engine)
     folder = disk / "rank-1"
     (tmp_path / "link").symlink_to(folder)
     monkeypatch.chdir(folder)
@@ -206,75 +208,21 @@ def test_the_rows_of_a_rank_are_no_store(tmp_path: Path, monkeypatch: pytest.Mon
         for options in ({}, {"tables": tables}, {"mode": "r"}):
             with pytest.raises(NotAStoreError, match=words):
                 Store.open(place, **options)
-        with pytest.raises(NotAStoreError, match=words):
-            verify(place)
-        assert CliRunner().invoke(app, ["compact", str(place)]).exit_code != 0
         assert words in sentences(train_shards(Path(place).absolute(), 1, 1))
     assert files_of(folder) == held
-    assert train_shards(path, 2, 1) == [None] * 2
-    check_shards(path, Cursor(3))
+    train_on(path, 2, 1, Cursor(3))
 
-    for text in ("", "[]", '{"format": "mine"}'):  # a damaged marker
-        (folder / "store.json").write_text(text)
-        with pytest.raises(NotAStoreError, match=r"store\.json"):
+    for text in ("", "[]", '{"format": "mine"}', None):  # a damaged marker, or none
+        (folder / "store.json").unlink() if text is None else (folder / "store.json").write_text(text)
+        held = files_of(folder)
+        with pytest.raises(NotAStoreError, match="rank-1" if text is None else r"store\.json"):
             Store.open(folder, tables=tables)
-    monkeypatch.chdir(tmp_path)
-    (folder / "store.json").unlink()
-    held = files_of(folder)
-    with pytest.raises(NotAStoreError):
-        Store.open(folder, tables=tables)
-    assert held.items() <= files_of(folder).items()
-
-
-def test_a_store_of_several_ranks_is_written_by_one_that_has_it_alone(tmp_path: Path) -> None:
-    """It is divided among one rank first: a second time nothing is wrong with that, and no row changes."""
-    path, one = tmp_path / "s", ShardingPlan.of_one(TABLES)
-    assert train_shards(path, 2, 4) == [None] * 2
-    with Store.open(path) as store:
-        for step in (
-            lambda: store.append(2, [], []),
-            lambda: store.publish(Cursor(3), state=b"", schedule_digest="", settings={}, environment={}),
-            store.discard_uncommitted,
-        ):
-            with pytest.raises(ValueError, match="has 2 ranks, which write its rows together: train on it, or train w"):
-                step()
-        assert store.commit.id == 3
-    for commit in (4, 5):
-        assert meet(1, lambda ranks: divide_anew(path, ranks, one)) == [None]
-        check_shards(path, Cursor(2))
-        assert not list(path.glob("rank-*"))
-        with Store.open(path) as store:
-            assert (store.ranks, store.commit.sharding, store.commit.folders) == ((), None, ())
-            assert (store.commit.id, store.commit.cursor) == (commit, Cursor(2))
-            assert list(sharded_world.problems(store)) == []
-    assert train_shards(path, 1, 1) == [None]
-    check_shards(path, Cursor(3))
-
-
-@ENGINES
-def test_a_pinned_commit_stops_a_division(tmp_path: Path, engine: str) -> None:
-    """Other ranks would give it up; unpinned, it is divided."""
-    path = tmp_path / "s"
-    assert train_shards(path, 2, 2, engine=engine) == [None] * 2
-    with Store.open(path) as store:
-        store.pin("best")
-    assert train_shards(path, 2, 2) == [None] * 2
-    errors = meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3, 1)))
-    assert "has the pinned commits 'best', which resharding would drop: unpin them first" in sentences(errors)
-    assert {entry.name for entry in path.glob("rank-*")} == {"rank-1"}
-    check_shards(path, Cursor(2))
-    with Store.open(path) as store:
-        with store.at(1) as pinned:
-            assert list(sharded_world.problems(pinned)) == []
-        store.unpin("best")
-    assert meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3, 1))) == [None] * 3
-    check_shards(path, Cursor(2))
+        assert held.items() <= files_of(folder).items()
 
 
 def test_what_is_asked_wrongly_is_one_error(tmp_path: Path) -> None:
-    """Another number of ranks, another sharding, other tables, another engine, something else at the path."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 2) == [None] * 2
+    train_on(path, 2, 2)
     for num_ranks, options, kind, words in (
         (3, {}, StateError, "has the rows of 2 ranks, but 3 were started: start 2, or reshard it for 3 first"),
         (1, {}, StateError, "has the rows of 2 ranks, but 1 were started: start 2, or reshard it for 1 first"),
@@ -288,7 +236,7 @@ def test_what_is_asked_wrongly_is_one_error(tmp_path: Path) -> None:
     errors = train_shards(path, 2, 0, engine="zarr")
     assert isinstance(errors[0], ValueError)
     assert "was created with engine 'lmdb', not 'zarr': omit engine" in sentences(errors)
-    errors = meet(2, lambda ranks: divide_anew(tmp_path / "new", ranks, sharding_on(2, 1)))
+    errors = divide_among(tmp_path / "new", 2, 1)
     assert "has no commit yet: there is nothing to divide" in sentences(errors)
     with pytest.raises(TableMismatchError, match=r"the store at .* has a table 'item' that was not given: pass"):
         ShardWriter.open(path, TABLES[1:], ShardingPlan.of_one(TABLES[1:]), communicator_of())

@@ -26,7 +26,6 @@ TIMEOUT, HITCH = 3.0, 5.0
 """Seconds."""
 WIDE = Case(tables=ONE.tables, specs=ONE.specs, num_samples=512, num_keys=2000, pass_rows=128, batch=64)
 """More rows than the host holds: some are read at every switch."""
-BODIES = "tests.dist.test_slow_disks:"
 
 
 @contextmanager
@@ -80,15 +79,14 @@ def in_time(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> 
     """The folder of a training with fast disks, and the results of its ranks."""
     folder = tmp_path_factory.mktemp("fast")
     WIDE.cut(folder / "passes")
-    return folder, ranks_pool.run(2, BODIES + "trained", folder=str(folder), slow=None)
+    return folder, ranks_pool.run(2, trained, folder=str(folder), slow=None)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("slow", ["read", "put", "publish"])
 def test_a_slow_disk_is_not_a_dead_rank(ranks_pool: RanksPool, tmp_path: Path, in_time: Any, slow: str) -> None:
-    """At a switch, while a dump is written, and at a commit inside a pass: the rows end with the same bits."""
     WIDE.cut(tmp_path / "passes")
-    found = ranks_pool.run(2, BODIES + "trained", folder=str(tmp_path), slow=slow)
+    found = ranks_pool.run(2, trained, folder=str(tmp_path), slow=slow)
 
     for fast, late in zip(in_time[1], found, strict=True):
         assert fast["read"] == late["read"] > 0
@@ -99,8 +97,7 @@ def test_a_slow_disk_is_not_a_dead_rank(ranks_pool: RanksPool, tmp_path: Path, i
 
 
 def test_an_error_of_a_slow_disk_reaches_all(ranks_pool: RanksPool) -> None:
-    """With its message, when it is raised."""
-    assert ranks_pool.errors(2, BODIES + "fails_late") == [
+    assert ranks_pool.errors(2, fails_late) == [
         (RankError.__name__, "rank 1 failed while reading rows: OSError: the disk is gone"),
         ("OSError", "the disk is gone"),
     ]

@@ -3,7 +3,6 @@
 ``python -m tests.dist.test_torchrun FOLDER STEP`` is one of its ranks; rank 1 dies.
 """
 
-import itertools
 import os
 import re
 import signal
@@ -11,7 +10,6 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +18,9 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import tiercache as tc
-from examples.flights import data as flights_data
 from tests.dist.pool import RanksPool
 from tests.dist.trainings import CASES, assert_same_rows, on_ranks, stored, train
-from tiercache.dist.communicator import AnyCommunicator, communicator_of
+from tiercache.dist.communicator import communicator_of
 from tiercache.dist.pipeline import check_micro_batches
 from tiercache.train.joint_optimizer import JointOptimizer
 
@@ -45,7 +42,6 @@ def kill_at(step: int) -> None:
 
 
 def main() -> None:
-    """Be one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks = communicator_of()
@@ -91,22 +87,7 @@ needs_flights = pytest.mark.skipif(
 )
 
 
-def fly(_: AnyCommunicator, folder: str, store: str, steps: int = 0) -> list[Any]:
-    """Train the flights on these ranks; return the area under the curve and the digest of all rows."""
-    from examples.flights.scores import score
-    from examples.flights.training import PASSES, QUICK, TEST, Training, digest, open_tiers
-
-    place, done = Path(folder), itertools.count(1)
-    passes, test = (tc.PassDataset.open(place / name) for name in (PASSES, TEST))
-    with open_tiers(place / store, passes, QUICK) as cache:
-        training = Training(cache, QUICK)
-        training.run(lambda p: next(done) == steps)
-        area = 0.0 if steps else score(cache, training.model, test, QUICK.batch)
-    return [area, digest(place / store)]
-
-
 def launch(module: str, size: int, *arguments: str) -> str:
-    """Start an example on ``size`` ranks; return its output."""
     ended = launched(module, size, *arguments)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
@@ -114,33 +95,7 @@ def launch(module: str, size: int, *arguments: str) -> str:
 
 @pytest.mark.long
 @needs_flights
-def test_flights_on_one_two_and_three_ranks_are_one_training(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """After 5 steps rows and states within 1e-5; at the end areas within 0.002; two runs on 2 ranks the same bits."""
-    from examples.flights.training import QUICK, extract
-
-    flights = flights_data.prepare(tmp_path, first=FLIGHTS)
-    extract(tmp_path, QUICK, flights, progress=False)
-    body = "tests.dist.test_torchrun:fly"
-    for size in (1, 2, 3):
-        ranks_pool.run(size, body, limit=240, folder=str(tmp_path), store=f"five-{size}.tc", steps=5)
-    ended = {
-        name: ranks_pool.run(size, body, limit=240, folder=str(tmp_path), store=f"{name}.tc")[0]
-        for size, name in ((1, "1"), (2, "2"), (3, "3"), (2, "again"))
-    }
-
-    alone = stored(tmp_path, "five-1.tc")
-    for size in (2, 3):
-        assert_same_rows(stored(tmp_path, f"five-{size}.tc"), alone, 1e-5)
-    assert ended["1"][0] == pytest.approx(ended["2"][0], abs=0.002)
-    assert ended["1"][0] == pytest.approx(ended["3"][0], abs=0.002)
-    assert ended["2"] == ended["again"]
-    assert ended["1"][1] != ended["2"][1], "other sums, other bits: else the digest says nothing"
-
-
-@pytest.mark.long
-@needs_flights
 def test_the_flights_start_under_torchrun(tmp_path: Path) -> None:
-    """Preparation, training and scores of the command in the README."""
     printed = launch(
         "examples.flights.training", 2, "--quick", "--first", str(FLIGHTS), "--folder", str(tmp_path),
     )  # fmt: skip
@@ -165,7 +120,6 @@ def test_a_dense_part_in_two_stages_has_the_losses_of_a_whole_one(tmp_path: Path
 def test_micro_batches_that_would_end_a_pipeline_in_its_midst_are_refused_before(
     tmp_path: Path, batch_size: int, micro_batches: int, sentence: str
 ) -> None:
-    """Fewer than stages, or not all of one size."""
     from tests.train.cases import Case, Spec, table
 
     case = Case(tables=(table("t", 4),), specs=(Spec(name="f", table="t"),), num_samples=256, pass_rows=64)

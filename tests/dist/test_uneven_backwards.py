@@ -57,7 +57,7 @@ def test_a_table_counts_the_steps_of_any_rank(ranks_pool: RanksPool, tmp_path: P
         tables = table("a", 4, adam), table("b", 4, other)
         Case(tables=tables, specs=SPECS, num_samples=192, pass_rows=96).cut(tmp_path / name)
         arguments = {"folder": str(tmp_path), "name": f"{name}.tc", "sharding": {"a": sharding, "b": sharding}}
-        steps = ranks_pool.run(2, f"{__name__}:alternate", **arguments)
+        steps = ranks_pool.run(2, alternate, **arguments)
         assert steps == [{"a": 12, "b": 4}] * 2
         rows.append(stored(tmp_path, f"{name}.tc"))
     for one, two in zip(*(found.values() for found in rows), strict=True):
@@ -95,7 +95,7 @@ def test_a_backward_that_a_rank_leaves_out_is_one_of_zeros(ranks_pool: RanksPool
     Case(tables=tables, specs=SPECS, num_samples=96, pass_rows=48).cut(tmp_path / "passes")
     found = {
         left_out: ranks_pool.run(
-            2, f"{__name__}:train", folder=str(tmp_path), name=f"{left_out}.tc", left_out=left_out
+            2, train, folder=str(tmp_path), name=f"{left_out}.tc", left_out=left_out
         )
         for left_out in (False, True)
     }  # fmt: skip
@@ -103,3 +103,28 @@ def test_a_backward_that_a_rank_leaves_out_is_one_of_zeros(ranks_pool: RanksPool
     assert found[True][0] == found[True][1] == found[False][0] == found[False][1]
     if what == "decided":  # Adam moves rows by gradients of zero, too
         assert_same_rows(stored(tmp_path, "True.tc"), stored(tmp_path, "False.tc"))
+
+
+def drop(ranks: AnyCommunicator, folder: str) -> list[int]:
+    """Drop the gradients of the last batch, in which rank 1 looks up no key of the second table."""
+    keys, dense = torch.arange(6), torch.nn.Linear(4, 1)
+    data = tc.PassDataset.open(Path(folder) / "keys")
+    a, b = (tc.Embedding(data.schema, name) for name in "ab")
+    model = nn.ModuleList([a, b, dense])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tc.TierCache(Path(folder) / "model.tc", data, model=model, optimizer=optimizer, **OPTIONS) as cache:
+        for _ in cache.passes(epochs=1):
+            for some in (keys, keys[: 6 - 6 * ranks.rank]):
+                (dense(a(keys)).sum() + dense(b(some)).sum()).backward()
+                if some is keys:
+                    cache.optimizer.step()
+                cache.optimizer.zero_grad()
+        assert cache.store.commit is not None
+        return [*cache.store.commit.cursor]
+
+
+def test_ranks_with_and_without_keys_drop_their_last_gradients(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """The last pass ends on all ranks: a lookup without keys waits for no backward."""
+    tables = [table(name, 4, tc.optim.SGD(learning_rate=0.1)) for name in "ab"]
+    tc.write_key_sets(tmp_path / "keys", tables, [dict.fromkeys("ab", np.arange(6))])
+    assert ranks_pool.run(2, f"{__name__}:drop", folder=str(tmp_path)) == [[1, 0]] * 2

@@ -1,8 +1,5 @@
 """Trainings that run on every rank of a run, and their results."""
 
-import gc
-import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tiercache as tc
 from tests.cache_options import gathered
 from tests.dist.pool import RanksPool
-from tests.train.cases import Case, Net, Result, Spec, table
+from tests.train.cases import Case, Net, Result, Spec, result_of_resident, table
 from tests.train.devices import shim
 from tiercache.dist.communicator import AnyCommunicator
 
@@ -54,8 +51,14 @@ OTHER_OPTIMIZERS = replace(
 )
 CASES = {"one": ONE, "bags": BAGS, "short": SHORT, "other optimizers": OTHER_OPTIMIZERS}
 OPTIONS: dict[str, Any] = {"device_budget": "4MiB", "host_budget": "32MiB"}
+KINDS = ("row_wise", "table_wise", "column_wise", "data_parallel")
 Rows = dict[str, tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]]
 """Keys and fields by table."""
+
+
+def every_table(case: str, kind: str) -> dict[str, str]:
+    """Return one kind of sharding for all tables of a case."""
+    return dict.fromkeys([table.name for table in CASES[case].tables], kind)
 
 
 def open_sharded(case: Case, folder: str, *, queued: bool = False, **options: Any) -> tc.TierCache:
@@ -67,7 +70,6 @@ def open_sharded(case: Case, folder: str, *, queued: bool = False, **options: An
 
 
 def model_of(cache: tc.TierCache, case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the tracked model of a case and its optimizer."""
     torch.manual_seed(1)
     model: nn.Module = Net(cache, case)
     if cache.communicator.size > 1:
@@ -84,6 +86,13 @@ def step(batches: Iterable[tc.Batch], model: nn.Module, optimizer: torch.optim.O
         (nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label) * batch.weight).backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def step_by(cache: tc.TierCache, loss: torch.Tensor) -> None:
+    """Step all that the cache trains by the gradients of a loss."""
+    loss.backward()
+    cache.optimizer.step()
+    cache.optimizer.zero_grad()
 
 
 def trained(
@@ -130,12 +139,12 @@ def train(
 
 
 def on_ranks(
-    pool: RanksPool, size: int, folder: Path, case: str = "one", body: str = "train", **options: Any
+    pool: RanksPool, size: int, folder: Path, case: str = "one", body: Callable[..., Any] = train, **options: Any
 ) -> list[Any]:
     """Run a case on ranks in a folder, cutting its passes if needed."""
     if not (folder / "passes").exists():
         CASES[case].cut(folder / "passes")
-    return pool.run(size, f"{__name__}:{body}", case=case, folder=str(folder), **options)
+    return pool.run(size, body, case=case, folder=str(folder), **options)
 
 
 def dense_of(model: nn.Module) -> dict[str, Any]:
@@ -177,11 +186,9 @@ def assert_as_alone(ours: Rows, dense: dict[str, Any], theirs: Result, *, tolera
         np.testing.assert_allclose(dense[f"dense.{name}"], weight.numpy(), atol=tolerance, rtol=tolerance, err_msg=name)
 
 
-def resident(case: Case, passes: tc.PassDataset, *, steps: int | None = None) -> Result:
+def resident(case: Case, passes: tc.PassDataset, *, steps: int | None = None, order_seed: int | None = None) -> Result:
     """Train the same batches on one process, all in memory."""
-    from tests.train.cases import result_of_resident
-
-    cache: Any = tc.InMemoryCache(passes)
+    cache: Any = tc.InMemoryCache(passes, order_seed=order_seed)
     torch.manual_seed(1)
     model = Net(cache, case)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
@@ -198,6 +205,12 @@ def resident(case: Case, passes: tc.PassDataset, *, steps: int | None = None) ->
     return result_of_resident(cache, model)
 
 
+def assert_close(folder: Path, case: str, dense: dict[str, Any], **options: Any) -> None:
+    """Compare a sharded store and dense weights with one process."""
+    theirs = resident(CASES[case], tc.PassDataset.open(folder / "passes"), **options)
+    assert_as_alone(stored(folder), dense, theirs)
+
+
 def train_and_stop(
     ranks: AnyCommunicator, case: str, folder: str, *, passes: int, batches: int, within: bool, **options: Any
 ) -> int:
@@ -209,292 +222,3 @@ def train_and_stop(
                     cache.commit()
                 return int(cache.store.commit.id)
     raise AssertionError("there was nothing left to leave out")
-
-
-def misuse(ranks: AnyCommunicator, case: str, folder: str, *, what: str) -> None:
-    """Misuse a cache, on all ranks or on one."""
-    one = CASES[case]
-    criterion = nn.BCEWithLogitsLoss()
-    with open_sharded(one, folder, **({"seed": ranks.rank} if what == "seeds" else {})) as cache:
-        model, _ = model_of(cache, one)
-        for p in cache.passes(epochs=1):
-            batches = p.batches(one.batch)
-            first = next(batches)
-            if what == "no step":
-                criterion(model(first), first.label).backward()
-                continue
-            if what == "another batch":
-                model([first, next(batches)][ranks.rank])
-            if what == "a step of one":
-                model.module(first).sum().backward()  # without torch's reduction, which would meet it first
-                if ranks.rank == 1:
-                    cache.optimizer.step()
-                model.module(next(batches))
-            if what == "size":
-                next(p.batches(0))
-            if what == "sizes":
-                next(p.batches(one.batch + ranks.rank))
-            if what == "one rank's micro-batch":
-                if ranks.rank == 1:
-                    p._before_batch = _broken
-                for batches in p.steps(one.batch, micro_batches=4):
-                    list(batches)
-            if what == "one rank's samples":
-                if ranks.rank == 1:
-                    p.source.whole.read = _broken  # type: ignore[method-assign]
-                list(batches)
-
-
-def _broken(*_: Any, **__: Any) -> Any:
-    raise OSError("the disk of rank 1 is gone")
-
-
-def noting_rows(rows: Any, events: list[str], check: Callable[[], None] = lambda: None) -> list[threading.Event]:
-    """Have the exchange of rows record "rows 0", "rows 1" and so on; return events that are set in order."""
-    serve, arrived = rows.serve, [threading.Event() for _ in range(5)]
-
-    def answered(*arguments: Any, **options: Any) -> Any:
-        check()
-        number = sum(event.is_set() for event in arrived)
-        found = serve(*arguments, **options)
-        events.append(f"rows {number}")
-        arrived[number].set()
-        return found
-
-    rows.serve = answered
-    return arrived
-
-
-def note_dense(number: int, events: list[str], arrived: list[threading.Event], schedule: str) -> None:
-    """Record "dense" of a batch, after the next one's rows have arrived if the schedule says so."""
-    if schedule == "interleaved" and number < 3:
-        assert arrived[number + 1].wait(30), "the next rows never come while this one is in the dense part"
-    events.append(f"dense {number}")
-
-
-def overlapped(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str, queued: bool = False) -> list[str]:
-    """Train one batch of 4 micro-batches, whose dense parts wait for earlier events; return the order.
-
-    queued: the training thread brings rows, and another one only asks for them.
-    """
-    one, events = CASES[case], list[str]()
-    with open_sharded(one, folder, queued=queued) as cache:
-        model, optimizer = model_of(cache, one)
-        ask = cache._exchange.input_dist.exchange
-
-        def asked(*arguments: Any, **options: Any) -> Any:
-            assert threading.current_thread().name.startswith("tiercache-input")
-            return ask(*arguments, **options)
-
-        def check() -> None:
-            assert (threading.current_thread() is threading.main_thread()) == (queued or schedule == "simple")
-
-        cache._exchange.input_dist.exchange = asked  # type: ignore[method-assign]
-        arrived = noting_rows(cache._exchange.rows, events, check)
-        passes = cache.passes(epochs=1)
-        for batches in next(passes).steps(one.batch, micro_batches=4, schedule=schedule):
-            for number, batch in enumerate(batches):
-                out = model(batch)
-                note_dense(number, events, arrived, schedule)
-                (nn.functional.binary_cross_entropy_with_logits(out, batch.label) * batch.weight).backward()
-            optimizer.step()
-            events.append("step")
-            break
-    return events
-
-
-def asked_ahead(ranks: AnyCommunicator, case: str, folder: str, *, queued: bool) -> list[str]:
-    """Train a pass, each batch of which waits for the next one's request; return the calls in order.
-
-    Each by the names of its thread, its communicator and its operation.
-    """
-    one, events = CASES[case], list[str]()
-    with open_sharded(one, folder, queued=queued) as cache:
-        model, optimizer = model_of(cache, one)
-        done = threading.Condition()
-
-        def noted(name: str, call: Any) -> Any:
-            def made(*arguments: Any, **options: Any) -> Any:
-                found = call(*arguments, **options)
-                with done:
-                    events.append(f"{name} {threading.current_thread().name.split('_')[0]}")
-                    done.notify_all()
-                return found
-
-            return made
-
-        for name in ("input", "exchange"):
-            there = getattr(cache._parts.communicators, name)
-            for method in ("exchange_splits", "all_to_all"):
-                setattr(there, method, noted(f"{name} {method}", getattr(there, method)))
-        passes = cache.passes(epochs=1)
-        first = next(passes)
-        for number, batch in enumerate(first.batches(one.batch)):
-            events.append("train")
-            following = number + 1 < -(-first.num_samples // one.batch)
-            with done:
-                wanted = number + 1 + following
-                assert done.wait_for(lambda: _count(events, "input all_to_all") >= wanted, 30), events  # noqa: B023
-                ahead = max(cache._backend.ahead, cache._exchange.least_ahead)
-                assert _count(events, "input all_to_all") <= number + 1 + ahead, events
-            step([batch], model, optimizer)
-            events.append("step")
-    return events
-
-
-def _count(events: list[str], begin: str) -> int:
-    return sum(event.startswith(begin) for event in events)
-
-
-WAITING = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "index", "repeat_interleave"}
-"""Torch operators that read from a GPU: an index if it is a mask."""
-
-
-def waits(ranks: AnyCommunicator, case: str, folder: str, *, sharding: dict[str, str]) -> list[str]:
-    """Train on the shim; return the operations in later steps for which the host would have waited."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    one, found = CASES[case], list[str]()
-
-    class Noting(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            name = func.overloadpacket.__name__
-            is_mask = name != "index" or any(i is not None and i.dtype in {torch.bool, torch.uint8} for i in args[1])
-            if name in WAITING and is_mask:
-                found.append(name)
-            return func(*args, **kwargs or {})
-
-    with open_sharded(one, folder, queued=True, sharding=sharding) as cache:
-        model, optimizer = model_of(cache, one)
-        backend, runtime = cache._backend, cache._backend._runtime
-
-        def noted(name: str, call: Any) -> Any:
-            def made(*arguments: Any, **options: Any) -> Any:
-                if threading.current_thread() is threading.main_thread():
-                    found.append(name)
-                return call(*arguments, **options)
-
-            return made
-
-        for there, name in ((backend, "slot_mask"), (runtime, "download"), (runtime, "synchronize")):
-            setattr(there, name, noted(name, getattr(there, name)))
-        passes = cache.passes(epochs=1)
-        for number, batch in enumerate(next(passes).batches(one.batch)):
-            if number == 1:
-                found.clear()
-            with Noting():
-                step([batch], model, optimizer)
-        assert number > 1
-        return [*found]
-
-
-def overlapped_evaluation(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str) -> list[str]:
-    """Evaluate 4 batches, each of which is read after its predecessors' events; return the order."""
-    one, events, arrived = CASES[case], list[str](), list[threading.Event]()
-    with open_sharded(one, folder) as cache:
-        model, _ = model_of(cache, one)
-        evaluating = cache._exchange.evaluating
-
-        def noted(passes: Any) -> Any:
-            exchange = evaluating(passes)
-            arrived.extend(noting_rows(exchange.rows, events))
-            return exchange
-
-        cache._exchange.evaluating = noted  # type: ignore[method-assign]
-        some = next(iter(cache.evaluate(cache.dataset)))
-        with torch.no_grad():
-            for number, batch in enumerate(some.batches(-(-some.num_samples // 4), schedule=schedule)):
-                model(batch)
-                note_dense(number, events, arrived, schedule)
-    return events
-
-
-def resumed_late(ranks: AnyCommunicator, case: str, folder: str, *, queued: bool) -> str:
-    """Leave the micro-batches of a pass, continue with them in the next one, and look one up."""
-    one = CASES[case]
-    with open_sharded(one, folder, queued=queued) as cache:
-        model, _ = model_of(cache, one)
-        passes = cache.passes(epochs=1)
-        p = next(passes)
-        kept = next(p.steps(one.batch, micro_batches=4))
-        next(kept)
-        p.skip()
-        next(passes)
-        try:
-            for batch in kept:
-                model(batch)
-        except RuntimeError as error:
-            return str(error)
-    return "nothing was said"
-
-
-def commit_twice(ranks: AnyCommunicator, case: str, folder: str) -> list[Any]:
-    """Commit twice in a row inside a pass and leave; commit before the first batch after that; train to the end."""
-    one, found = CASES[case], []
-    with open_sharded(one, folder) as cache:
-        for p, number in trained(cache, one):
-            if p.index == 1 and number == 1:
-                cache.commit()
-                cache.commit()
-                break
-    with open_sharded(one, folder) as cache:
-        model, optimizer = model_of(cache, one)
-        for p in cache.passes(epochs=one.epochs):
-            if not found:
-                cache.commit()
-                found.append(list(cache.store.commit.cursor))
-            for batch in p.batches(one.batch, shuffle=one.shuffle):
-                step([batch], model, optimizer)
-    return found
-
-
-def go_on_after_a_failure(ranks: AnyCommunicator, case: str, folder: str, *, what: str) -> str:
-    """Have a rank fail once in one step of a commit; all ranks raise; then train to the end with the same cache."""
-    one, said = CASES[case], ""
-    with open_sharded(one, folder) as cache:
-        tracked = model_of(cache, one)
-        shards = cache._parts.training_store._shards
-        assert shards is not None
-        victim, step, there = {
-            "prepare": (1, "publish", cache.store),
-            "publish": (0, "publish_prepared", shards.writer),
-            "hear": (1, "take", shards.writer),
-        }[what]
-        plain: Callable[..., Any] = getattr(there, step)
-
-        def broken(*given: Any, **options: Any) -> Any:
-            prepared = shards.writer.prepared
-            at = given[0] if what == "prepare" else None if prepared is None else prepared.commit.cursor
-            if at is not None and at[0] == 2:
-                setattr(there, step, plain)
-                raise OSError("the disk of one rank is gone")
-            return plain(*given, **options)
-
-        if ranks.rank == victim:
-            setattr(there, step, broken)
-        for _ in range(2):
-            try:
-                for _ in trained(cache, one, tracked):
-                    pass
-            except (OSError, tc.TierCacheError) as error:
-                said = str(error)
-            else:
-                return said
-    raise AssertionError("it failed twice")
-
-
-def leave_and_train(ranks: AnyCommunicator, case: str, folder: str, *, engine: str) -> None:
-    """Leave a cache unclosed in the middle of a pass, and train to the end with another one."""
-    one = CASES[case]
-
-    def leave() -> None:
-        cache = open_sharded(one, folder, engine=engine)
-        for p, number in trained(cache, one):
-            if (p.index, number) == (3, 1):
-                break
-
-    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
-        leave()
-        gc.collect()
-    ranks.barrier()
-    train(ranks, case, folder)

@@ -1,19 +1,14 @@
 """Stores to export: tables of every optimizer, rows of any bits, and their contents."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 import tiercache as tc
 from tiercache.store import MemoryEngine, Store, Table, Uniform, Zeros, load_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from tiercache.store.optimizer import Optimizer
+from tiercache.store.bits import nearest
+from tiercache.store.optimizer import Optimizer
 
 FORMATS = ("numpy", "parquet", "safetensors", "hugectr", "torch")
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -30,7 +25,6 @@ Rows = dict[str, dict[int, bytes]]
 
 
 def keeps_state(format_: str, table: Table) -> bool:
-    """Return True if a round trip through a format keeps every bit of a row."""
     if len(table.fields) == 1:
         return True
     if format_ == "hugectr":
@@ -38,10 +32,9 @@ def keeps_state(format_: str, table: Table) -> bool:
     return format_ != "torch"
 
 
-def table(name: str, dim: int, optimizer: str) -> Table:
-    """Return a table."""
+def table(name: str, dim: int, optimizer: str, dtype: str = "float32") -> Table:
     initializer = Uniform(low=-0.1, high=0.1) if dim > 2 else Zeros()
-    return Table(name=name, dim=dim, optimizer=OPTIMIZERS[optimizer], initializer=initializer)
+    return Table(name=name, dim=dim, optimizer=OPTIMIZERS[optimizer], initializer=initializer, dtype=dtype)
 
 
 def all_tables() -> list[Table]:
@@ -53,20 +46,23 @@ def all_tables() -> list[Table]:
 
 
 def random_rows(tables: Sequence[Table], counts: Sequence[int], seed: int = 0) -> Rows:
-    """Return rows of any bits: every NaN, infinity and denormal number may be there."""
+    """Return rows of any bits that the dtype holds: every NaN, infinity and denormal number may be there."""
     generator = np.random.default_rng(seed)
     rows: Rows = {}
     for one, count in zip(tables, counts, strict=True):
         keys = np.unique(generator.integers(-(1 << 63) + 2, (1 << 63) - 1, count))
-        bits = generator.integers(0, 256, (keys.size, one.row_bytes), dtype=np.uint8)
-        special = generator.integers(0, 4, (keys.size, one.row_bytes // 4)) == 0
+        width = sum(field.width for field in one.fields)
+        bits = generator.integers(0, 256, (keys.size, 4 * width), dtype=np.uint8)
+        special = generator.integers(0, 4, (keys.size, width)) == 0
         bits.view(np.uint32)[special] |= np.uint32(0x7F800000)
+        if one.dtype != "float32":
+            vectors = bits.view(np.float32)[:, : one.dim]
+            vectors[...] = nearest(vectors, one.dtype)
         rows[one.name] = {key: bits[i].tobytes() for i, key in enumerate(keys.tolist())}
     return rows
 
 
 def filled(path: Path | None, tables: Sequence[Table], rows: Rows) -> Store:
-    """Return an open store with these rows."""
     store = Store.open(path, tables=tables, engine=MemoryEngine() if path is None else "lmdb")
     chunks = []
     for one in tables:
@@ -81,7 +77,6 @@ def filled(path: Path | None, tables: Sequence[Table], rows: Rows) -> Store:
 
 
 def rows_of(store: Store) -> Rows:
-    """Return the rows of a store."""
     found: Rows = {}
     for one in store.tables:
         found[one.name] = {}

@@ -1,9 +1,7 @@
 """An export or import that kills itself, run by test_kill in separate processes."""
 
-from __future__ import annotations
-
 import warnings
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow.parquet
 
@@ -11,9 +9,6 @@ import tiercache as tc
 from tests.crash.told import Told
 from tiercache.io import exporting, importing, numpy_format
 from tiercache.store.engines import lmdb_engine
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PRELOADED = (exporting, importing, numpy_format, lmdb_engine, pyarrow.parquet)
 

@@ -1,17 +1,16 @@
 """Files and arrays that become stores; invalid ones get one error message, and no commit."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json
 import os
 import pickle
 import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,9 +27,6 @@ from tiercache.io.key_set_file import read_key_set
 from tiercache.io.numpy_format import map_array
 from tiercache.store import MemoryEngine, Store
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 ITEM = table("item", 2, "adagrad")
 ROWS = random_rows([ITEM], [50])
 FOLDERS = {"numpy": "item", "parquet": "", "safetensors": "", "hugectr": "item", "torch": "item"}
@@ -38,7 +34,6 @@ FOLDERS = {"numpy": "item", "parquet": "", "safetensors": "", "hugectr": "item",
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with an export of 50 rows in each format."""
     folder = tmp_path_factory.mktemp("exports")
     with filled(None, [ITEM], ROWS) as store:
         for format_ in FORMATS:
@@ -57,14 +52,12 @@ def refused(source: Any, path: Path, sentence: str, **options: Any) -> None:
 
 
 def changed(data: bytes, damage: str) -> bytes:
-    """Return other bytes."""
     return {"cut": data[: len(data) * 2 // 3], "empty": b"", "longer": data + b"12345"}[damage]
 
 
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("damage", ["cut", "empty", "longer", "missing"])
 def test_files_of_the_wrong_size_are_refused(tmp_path: Path, exports: Path, format_: str, damage: str) -> None:
-    """Every file of a table, cut, emptied, longer or gone, before a store is made."""
     names = [
         path.relative_to(exports / format_)
         for path in (exports / format_ / FOLDERS[format_]).iterdir()
@@ -86,7 +79,6 @@ def test_files_of_the_wrong_size_are_refused(tmp_path: Path, exports: Path, form
 
 
 def edit(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the listing of an export."""
     record = json.loads((source / "tables.json").read_text())
     change(record)
     (source / "tables.json").write_text(json.dumps(record))
@@ -108,10 +100,9 @@ def edit(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (lambda r: r["tables"].append(r["tables"][0]), "two tables are named 'item'"),
     ],
 )
-def test_listings_that_make_no_sense_are_refused(
+def test_bad_listings_are_refused(
     tmp_path: Path, exports: Path, change: Callable[[dict[str, Any]], None], sentence: str
 ) -> None:
-    """Files are checked whatever the listing says."""
     shutil.copytree(exports / "numpy", tmp_path / "out")
     edit(tmp_path / "out", change)
     refused(tmp_path / "out", tmp_path / "s.tc", sentence)
@@ -158,7 +149,6 @@ def test_numpy_files_of_other_types_are_refused(tmp_path: Path, exports: Path) -
     ],
 )
 def test_parquet_columns_that_are_no_rows_are_refused(tmp_path: Path, columns: dict[str, Any], sentence: str) -> None:
-    """Types, widths, nulls."""
     (tmp_path / "out").mkdir()
     kinds = {"key": pa.int64(), "vector": pa.list_(pa.float32())}
     arrays = {n: v if isinstance(v, pa.Array) else pa.array(v, kinds[n]) for n, v in columns.items()}
@@ -168,14 +158,11 @@ def test_parquet_columns_that_are_no_rows_are_refused(tmp_path: Path, columns: d
 
 
 class Bomb:
-    """Runs code when it is unpickled."""
-
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (Path("exploded"),)
 
 
 def test_a_state_dict_runs_no_code(tmp_path: Path, exports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only tensors are loaded, and only one that is called weight."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(exports / "torch", tmp_path / "out")
     path = tmp_path / "out" / "item" / "table.pt"
@@ -204,7 +191,6 @@ def test_a_state_dict_runs_no_code(tmp_path: Path, exports: Path, monkeypatch: p
 
 @pytest.mark.parametrize("format_", FORMATS)
 def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, exports: Path, format_: str) -> None:
-    """In place of any file of any format, of the manifest, a state dict or a key set."""
     source = tmp_path / "out"
     shutil.copytree(exports / format_, source)
     names = [path for path in source.rglob("*") if path.is_file()]
@@ -236,7 +222,6 @@ def test_a_damaged_npy_header_is_a_sentence(tmp_path: Path, exports: Path) -> No
 
 
 def test_a_path_with_nul_is_refused(tmp_path: Path, exports: Path) -> None:
-    """From Python as from the command line."""
     for arguments in (("a\0b", tmp_path / "s.tc"), (exports / "numpy", "a\0b")):
         with pytest.raises(ImportExportError, match="has a NUL character: choose one without"):
             tc.import_store(*arguments)
@@ -258,7 +243,6 @@ def nobody() -> Iterator[None]:
 
 
 def test_what_may_not_be_read_or_written_is_named(tmp_path: Path, exports: Path) -> None:
-    """One message, of the same form as all others."""
     for folder in (tmp_path, *tmp_path.parents[:-2]):
         folder.chmod(0o755)
     for format_ in FORMATS:
@@ -277,7 +261,6 @@ def test_what_may_not_be_read_or_written_is_named(tmp_path: Path, exports: Path)
 
 
 def test_a_hugectr_folder_whose_sizes_disagree_is_refused(tmp_path: Path, exports: Path) -> None:
-    """Sizes that do not divide, and sizes for another dim."""
     shutil.copytree(exports / "hugectr", tmp_path / "out")
     words = "emb_vector has 400 bytes, but 50 keys of 12 bytes each make 600"
     refused(tmp_path / "out", tmp_path / "s.tc", words, tables=[table("item", 3, "adagrad")])
@@ -286,7 +269,6 @@ def test_a_hugectr_folder_whose_sizes_disagree_is_refused(tmp_path: Path, export
 
 
 def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, exports: Path) -> None:
-    """Unknown tables and formats, taken places."""
     with filled(tmp_path / "full.tc", [ITEM], ROWS) as store:
         for options, sentence in (
             ({"format": "excel"}, "unknown format 'excel'"),
@@ -310,7 +292,6 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, exports: Path) -> N
 
 
 def test_names_and_formats_that_would_be_ignored_are_refused(tmp_path: Path, exports: Path) -> None:
-    """Names of other tables, names for a folder, a format for a file or a dict of another one."""
     store, torch_file = tmp_path / "s.tc", exports / "torch/item/table.pt"
     arrays = {"item": np.zeros((4, 2), np.float32)}
     torch.save({"item": torch.zeros(4, 2)}, tmp_path / "model.pt")
@@ -339,7 +320,6 @@ def test_masked_keys_and_vectors_are_refused(tmp_path: Path) -> None:
 
 
 def full(*_: object) -> None:
-    """Simulate a full disk."""
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -353,7 +333,6 @@ def full(*_: object) -> None:
 def test_an_export_that_does_not_fit_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, instead: Any, sentence: str
 ) -> None:
-    """It is refused before it begins, with the needed bytes, or ends with a message when the disk is full."""
     monkeypatch.setattr(owner, name, instead)
     with filled(None, [ITEM], ROWS) as store, pytest.raises(ImportExportError, match=sentence):
         tc.export_store(store, tmp_path / "new", format="numpy")
@@ -373,7 +352,6 @@ VECTORS = np.arange(8, dtype=np.float32).reshape(4, 2)
 
 
 def imported(source: Any, *tables: tc.Table, **options: Any) -> dict[str, dict[int, list[float]]]:
-    """Import into a store in memory; returns the vector of each key."""
     with Store.open(None, tables=tables, engine=MemoryEngine()) as store:
         tc.import_store(source, store, initial_state=True, **options)
         return {
@@ -388,7 +366,6 @@ def imported(source: Any, *tables: tc.Table, **options: Any) -> dict[str, dict[i
 
 @pytest.mark.parametrize("values", [VECTORS, torch.from_numpy(VECTORS), torch.nn.Parameter(torch.from_numpy(VECTORS))])
 def test_key_i_is_row_i_or_keys_are_given(values: Any) -> None:
-    """For arrays, tensors and parameters, which may be part of a graph."""
     expected = VECTORS.tolist()
     assert imported({"t": values}, T) == {"t": dict(enumerate(expected))}
     keys = np.array([-5, 1 << 62, 0, 9])
@@ -397,7 +374,6 @@ def test_key_i_is_row_i_or_keys_are_given(values: Any) -> None:
 
 
 def test_the_state_dict_of_a_module_is_searched_by_name() -> None:
-    """A table's tensor has its name, or a given one; half precision is for tables of that dtype."""
     model = torch.nn.ModuleDict({"t": torch.nn.Embedding(4, 2), "tower": torch.nn.EmbeddingBag(5, 3)})
     found = imported({f"m.{k}": v for k, v in model.state_dict().items()}, T, U, names={"u": "m.tower.weight"})
     assert found["t"] == dict(enumerate(model["t"].weight.detach().tolist()))
@@ -444,7 +420,6 @@ def test_a_nested_tensor_is_refused(tmp_path: Path, layout: torch.layout) -> Non
 
 
 def test_an_export_of_some_tables_makes_a_store_of_all_that_are_given(tmp_path: Path) -> None:
-    """The others start empty."""
     with Store.open(None, tables=[T], engine=MemoryEngine()) as store:
         tc.import_store({"t": VECTORS}, store)
         tc.export_store(store, tmp_path / "out", format="numpy")

@@ -1,11 +1,11 @@
 """Memory: exports and imports of more rows than fit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +17,6 @@ from tests.store.big import BIG
 from tiercache.io import parquet_format
 from tiercache.store import Store, load_rows
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 pytestmark = pytest.mark.disk
 
 MEMORY, OTHER = 8 << 20, 40 << 20
@@ -28,7 +24,6 @@ ROWS = 50_000
 
 
 def chunks(rows: int) -> Iterator[tuple[str, Any]]:
-    """Yield rows in the order of keys."""
     for low in range(0, rows, 1000):
         keys = np.arange(low, low + 1000, dtype=np.int64)
         yield "big", (keys, tuple(np.full((1000, f.width), low, dtype=np.float32) for f in BIG.fields))
@@ -59,7 +54,6 @@ def measure(folder: Path) -> None:
 
 
 def test_rows_that_exceed_the_memory_pass_through_it(tmp_path: Path) -> None:
-    """In every format the process's memory, without libraries, stays far below the rows."""
     assert ROWS * BIG.row_bytes > 2 * (MEMORY + OTHER)
     run_alone(measure, tmp_path)
     taken = json.loads((tmp_path / "taken.json").read_text())

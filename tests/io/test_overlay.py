@@ -1,42 +1,36 @@
 """Rows go back to the checkpoint that they began from: as an overlay, or merged into a copy of its file."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 import tiercache as tc
+from tests.cli.command import error_of, invoke, run, told
 from tests.store.checkpoints import DIM, ROWS, TENSOR, save, weights
-from tiercache.cli import app
 from tiercache.errors import CheckpointError, ImportExportError
 from tiercache.io import overlay
 from tiercache.store.bits import nearest
 
-KEYS = np.array([3, 599, 600])
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-
-def trained(folder: Path, *, dtype: str = "bfloat16", keys: Any = (5, 17, 900, 1999), **tables: Any) -> Path:
-    """Write a checkpoint and train a table on some of its rows; returns the store."""
-    path = folder / "model.safetensors"
-    if not path.exists():
-        save(path, model__embed__weight=weights())
-    start = tc.init.Checkpoint(path=str(path), tensor=TENSOR)
+def trained(
+    folder: Path, *, dtype: str = "bfloat16", keys: Any = (5, 17, 900, 1999), source: Path | None = None,
+    tensor: str = TENSOR,
+) -> Path:  # fmt: skip
+    """Train a table on some rows of a checkpoint, which is written unless ``source`` names one; returns the store."""
+    if source is None:
+        source = save(folder / "model.safetensors", model__embed__weight=weights())
+    start = tc.init.Checkpoint(path=str(source), tensor=tensor)
     table = tc.Table(name="gram", dim=DIM, dtype=dtype, optimizer=tc.optim.SGD(learning_rate=0.5), initializer=start)
     feature = tc.Feature(name="gram", hotness="multi_hot", length=len(keys))
     schema = tc.Schema(features=(feature,), tables=(table,), label=None, dense=())
@@ -90,9 +84,7 @@ def test_a_merged_file_is_the_checkpoint_with_these_rows(tmp_path: Path, dtype: 
         assert torch.equal(after[name], tensor)
 
 
-def test_an_overlay_is_of_one_commit_whatever_is_forgotten_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_overlay_is_of_one_commit_whatever_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and rows are read one after the other."""
     store, out, make = trained(tmp_path), tmp_path / "overlay.safetensors", overlay._new_file
     before, vectors = rows_of(store)
@@ -135,7 +127,7 @@ def test_holes_of_the_checkpoint_stay_holes(tmp_path: Path) -> None:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 4 * rows * DIM)
         os.pwrite(file.fileno(), np.full(DIM, 3.0, np.float32).tobytes(), 8 + len(header) + 4 * DIM * 17)
-    store = trained(tmp_path, dtype="float32", keys=(17, 18, rows - 1))
+    store = trained(tmp_path, dtype="float32", keys=(17, 18, rows - 1), source=path)
     tc.export_overlay(store, tmp_path / "merged.safetensors", merge=True)
     assert (tmp_path / "merged.safetensors").stat().st_blocks * 512 < 1 << 20
     with safe_open(tmp_path / "merged.safetensors", framework="np") as merged:
@@ -153,39 +145,28 @@ def test_a_second_training_goes_on_from_a_merged_checkpoint(tmp_path: Path) -> N
 
 
 def test_the_command_writes_both(tmp_path: Path) -> None:
-    store, run = trained(tmp_path), CliRunner().invoke
-    base, over, merged = tmp_path / "model.safetensors", tmp_path / "over.safetensors", tmp_path / "merged.safetensors"
-    done = run(app, ["export", str(store), str(over), "--overlay", str(base), "--json"])
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.output)["rows"] == 4
-    done = run(app, ["export", str(store), str(merged), "--overlay", str(base), "--merge"])
-    assert done.exit_code == 0, done.output
-    assert "a copy of the checkpoint with 4 rows of model.embed.weight, as of commit 1" in " ".join(done.output.split())
+    store, over, merged = trained(tmp_path), tmp_path / "over.safetensors", tmp_path / "merged.safetensors"
+    base = ("--overlay", tmp_path / "model.safetensors")
+    assert told("export", store, over, *base)["rows"] == 4
+    said = run("export", store, merged, *base, "--merge")
+    assert "a copy of the checkpoint with 4 rows of model.embed.weight, as of commit 1" in " ".join(said.split())
     assert load_file(merged)[TENSOR].shape == (ROWS, DIM)
-    for more, message in ((["--format", "numpy"], "omit --format"), (["--since", "0"], "omit")):
-        done = run(app, ["export", str(store), str(tmp_path / "x"), "--overlay", str(base), *more])
+    for more, message in (((*base, "--format", "numpy"), "omit --format"), ((*base, "--since", "0"), "omit"), ((), "")):
+        done = invoke("export", store, tmp_path / "x", *more)
         assert done.exit_code != 0
         assert message in " ".join(done.output.split())
-    done = run(app, ["export", str(store), str(tmp_path / "x")])
-    assert done.exit_code != 0
 
 
 def test_verify_reads_the_checkpoint_and_finds_another(tmp_path: Path) -> None:
-    store, run = trained(tmp_path), CliRunner().invoke
-    done = run(app, ["verify", str(store), "--checkpoints", "--json"])
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.output)["checkpoints"] == {"gram": ROWS * DIM * 2}
-    said = " ".join(run(app, ["verify", str(store), "--checkpoints"]).output.split())
+    store = trained(tmp_path)
+    assert told("verify", store, "--checkpoints")["checkpoints"] == {"gram": ROWS * DIM * 2}
+    said = " ".join(run("verify", store, "--checkpoints").split())
     assert "so are 78.1 KiB of the checkpoints that gram started from" in said
-    done = run(app, ["verify", str(tmp_path / "keys-bfloat16"), "--checkpoints"])
-    assert done.exit_code != 0
-    assert "omit --checkpoints" in " ".join(done.output.split())
+    assert "omit --checkpoints" in error_of("verify", tmp_path / "keys-bfloat16", "--checkpoints")
     changed = weights()
     changed[1500] += 1  # no row that was trained
     save(tmp_path / "model.safetensors", model__embed__weight=changed)
-    done = run(app, ["verify", str(store), "--checkpoints"])
-    assert done.exit_code == 1
-    assert "has different bytes at" in " ".join(done.output.split())
+    assert "has different bytes at" in error_of("verify", store, "--checkpoints")
 
 
 def test_another_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -259,20 +240,7 @@ def test_a_tensor_in_several_files_is_merged_into_a_copy_of_each(tmp_path: Path)
         save(folder / f"m-{number}.safetensors", **{f"t__{number}": weights()[low:high].contiguous()})
     index = {"weight_map": {f"t.{number}": f"m-{number}.safetensors" for number in range(2)}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    start = tc.init.Checkpoint(path=str(folder), tensor="t.*")
-    table = tc.Table(
-        name="gram", dim=DIM, dtype="bfloat16", optimizer=tc.optim.SGD(learning_rate=0.5), initializer=start
-    )
-    feature = tc.Feature(name="gram", hotness="multi_hot", length=3)
-    schema = tc.Schema(features=(feature,), tables=(table,), label=None, dense=())
-    data, model = tc.write_key_sets(tmp_path / "keys", schema, [{"gram": KEYS}]), tc.Embedding(schema, "gram")
-    with tc.TierCache(
-        tmp_path / "store", data, model=model, device_budget="1MiB", host_budget="64MiB", progress=False
-    ) as cache:
-        for _ in cache.passes(epochs=1):
-            model(torch.from_numpy(KEYS[None])).square().sum().backward()
-            cache.optimizer.step()
-            cache.optimizer.zero_grad()
+    trained(tmp_path, keys=(3, 599, 600), source=folder, tensor="t.*")
     tc.export_overlay(tmp_path / "store", tmp_path / "merged", merge=True)
     keys, vectors = rows_of(tmp_path / "store")
     expected = weights()

@@ -1,24 +1,19 @@
 """Batches for the kernels' tests, and the lookups in slow obvious NumPy."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.kernels.machines import Cpu, Cuda
 from tests.kernels.shim.device import ORDERS, device_for
 from tiercache.kernels.cpu.kernel_threads import set_threads, threads
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
 
 DTYPES = ("bfloat16", "float16")
 DIMS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 48, 49, 63, 64, 65, 80, 100, 113, 127, 128, 130)
@@ -30,7 +25,6 @@ every_machine = pytest.mark.parametrize("kind", ["cpu", "cuda"])
 
 @contextmanager
 def use_threads(num_threads: int) -> Iterator[None]:
-    """Run parallel kernels on ``num_threads`` threads."""
     before = threads()
     set_threads(min(num_threads, before))
     try:
@@ -54,14 +48,12 @@ def machine(kind: str, turn: int = 0) -> Iterator[Any]:
 
 
 def machines(kind: str) -> Iterator[Any]:
-    """Yield a machine of a kind for each number, or order, of threads."""
     for turn in range(2 if kind == "cpu" else len(ORDERS)):
         with machine(kind, turn) as one:
             yield one
 
 
 def same_bits(a: NDArray[np.float32], b: NDArray[np.float32]) -> bool:
-    """Return True if two float32 arrays agree bit for bit."""
     return bool(np.array_equal(a.view(np.int32), b.view(np.int32)))
 
 
@@ -71,53 +63,44 @@ class Bags:
 
     num_samples: int
     dim: int
-    table_rows: list[int]
-    """Rows of the table of each feature; every feature has a separate table here."""
+    table_rows: list[int]  # rows of the table of each feature; every feature has a separate table here
     modes: NDArray[np.int8]
     offsets: NDArray[np.int64]
     ids: NDArray[np.int32]
     weights: NDArray[np.float32]
     slot_of_local: NDArray[np.int32]
     vectors: NDArray[np.float32]
-    distance: int
-    """Columns of another group between two features."""
+    distance: int  # columns of another group between two features
 
     @property
     def num_features(self) -> int:
-        """The number of features."""
         return len(self.table_rows)
 
     @property
     def bases(self) -> NDArray[np.int64]:
-        """The start of each feature's table among the local positions."""
         return np.cumsum([0, *self.table_rows[:-1]]).astype(np.int64)
 
     @property
     def cols(self) -> NDArray[np.int64]:
-        """The first output column of each feature."""
         return self.distance + np.arange(self.num_features, dtype=np.int64) * (self.dim + self.distance)
 
     @property
     def width(self) -> int:
-        """Columns of the output."""
         return self.distance + self.num_features * (self.dim + self.distance)
 
     def entries(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (feature, sample, first entry, end of entries) of every bag."""
         for f in range(self.num_features):
             for n in range(self.num_samples):
                 bag = f * self.num_samples + n
                 yield f, n, int(self.offsets[bag]), int(self.offsets[bag + 1])
 
     def slots(self) -> NDArray[np.int32]:
-        """Return the slot of each entry."""
         out = np.empty(self.ids.size, np.int32)
         for f, _, first, last in self.entries():
             out[first:last] = self.slot_of_local[self.bases[f] + self.ids[first:last]]
         return out
 
     def weight(self, entry: int) -> np.float32:
-        """Return the weight of an entry."""
         return self.weights[entry] if self.weights.size else np.float32(1)
 
     def pooled(self) -> NDArray[np.float32]:
@@ -137,7 +120,6 @@ class Bags:
         return out
 
     def row_gradients(self, gradient: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Sum, in float64, the gradient of every slot's row."""
         out, slots = np.zeros(self.vectors.shape), self.slots()
         for f, n, first, last in self.entries():
             grad = gradient[n, self.cols[f] : self.cols[f] + self.dim].astype(np.float64)

@@ -1,24 +1,18 @@
 """Resources of a cubin's kernels: registers per thread, and stack bytes, to which registers spill."""
 
-from __future__ import annotations
-
 import struct
 from typing import NamedTuple
 
 _REGISTERS, _FRAME, _STACK = 0x2F, 0x11, 0x12
-_WITH_SIZE = 4
-"""The format of an attribute that has a size, and the others, which have a value of 2 bytes."""
+_WITH_SIZE = 4  # the format of an attribute that has a size, and the others, which have a value of 2 bytes
 
 
 class Kernel(NamedTuple):
-    """One kernel."""
-
     registers: int
     stack_bytes: int
 
 
 def end_of(cubin: bytes) -> int:
-    """Return the end of the program headers, the last part of the file."""
     (begin,), (size, count) = struct.unpack_from("<Q", cubin, 32), struct.unpack_from("<HH", cubin, 54)
     return int(begin + size * count)
 

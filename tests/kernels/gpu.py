@@ -1,24 +1,17 @@
 """A GPU for the parity tests, with the shim's calls in addition to a device's."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import DTypeLike, NDArray
 
+from tiercache.kernels.cuda.cupy_device import CudaDevice
+from tiercache.kernels.cuda.launch import Argument
 from tiercache.rows.backends.cuda_runtime import open_runtime
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import DTypeLike, NDArray
-
-    from tiercache.kernels.cuda.cupy_device import CudaDevice
-    from tiercache.kernels.cuda.launch import Argument
-
 
 _SPARE_BYTES = 1 << 30
 
@@ -39,24 +32,20 @@ class GpuDevice:
         self.put, self.table, self.read = self._device.put, self._device.table, self._device.read
 
     def place(self, array: Any) -> torch.Tensor:
-        """Return a copy of an array on the GPU that may be written to."""
         return torch.from_numpy(np.ascontiguousarray(array)).cuda()
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> torch.Tensor:
-        """Return an array of garbage on the GPU."""
         rubbish: NDArray[Any] = np.empty(shape, dtype)
         rubbish.reshape(-1).view(np.uint8)[...] = 0xA5
         return self.place(rubbish)
 
     def large(self, rows: int, width: int) -> torch.Tensor:
-        """Return zeros of float32 that take memory; skips the test if the GPU has too little."""
         free, needed = torch.cuda.mem_get_info()[0], 4 * rows * width
         if needed + _SPARE_BYTES > free:
             pytest.skip(f"the array takes {needed:,} bytes, and {free:,} are free on the GPU")
         return torch.zeros((rows, width), device="cuda")
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument]) -> None:
-        """Start a kernel and note its name."""
         self.launches.append(kernel)
         self._device.launch(kernel, blocks, arguments)
 

@@ -1,11 +1,11 @@
 """Machines that run the kernels: the CPU, or the CUDA sources on a device, with the same calls and arguments."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike, NDArray
 
 from tiercache.kernels.arrays import NONE_I8, View
 from tiercache.kernels.cpu import gathering, initial, key_index, pooling, rounding, rows, sorting, update
@@ -17,13 +17,8 @@ from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
 from tiercache.kernels.cuda.sorting import STRETCH, Runs, sort_groups
 from tiercache.kernels.cuda.update import update_many
 from tiercache.kernels.pieces import Pieces
-from tiercache.kernels.step import Gradients, Vectors
+from tiercache.kernels.step import Gradients, Step, Vectors
 from tiercache.store.bits import from_bits, to_bits
-
-if TYPE_CHECKING:
-    from numpy.typing import DTypeLike, NDArray
-
-    from tiercache.kernels.step import Step
 
 F4 = np.float32
 
@@ -37,18 +32,13 @@ def narrow(values: NDArray[np.float32], dtype: str) -> Vectors:
 
 
 def numbers(held: Vectors, dtype: str) -> NDArray[np.float32]:
-    """Return the contents of vectors, as float32."""
     if dtype == "float32":
         return np.array(held.values)
     return np.array(from_bits(np.ascontiguousarray(held.values[:, : held.dim]), dtype))
 
 
 class Machine:
-    """The interface of both machines for tests."""
-
-    def place(self, array: Any) -> Any:
-        """Return a copy of an array where the kernels want it."""
-        raise NotImplementedError
+    place: Any
 
     def vectors(self, values: Any, dtype: str = "float32") -> Vectors:
         """Return numbers (S, D), rounded to the nearest, as kernels hold them."""
@@ -80,21 +70,17 @@ class Cpu(Machine):
         self.sorting, self.updates = sorting.SortBuffers(), update.UpdateBuffers()
 
     def place(self, array: Any) -> Any:
-        """Return a copy of an array."""
         return np.array(array, order="C")
 
     def read(self, array: Any) -> Any:
-        """Return a copy of an array."""
         return array.copy()
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """Return an array of garbage."""
         rubbish = np.empty(shape, dtype)
         rubbish.reshape(-1).view(np.uint8)[...] = 0xA5
         return rubbish
 
     def ids(self, ids: NDArray[np.int32], _dtype: type) -> Any:
-        """Return local ids, which are int32."""
         return ids
 
     gather = staticmethod(gathering.gather)
@@ -107,27 +93,26 @@ class Cpu(Machine):
     index = key_index.KeyIndex
 
     def sort(self, slots: Any, num_slots: int) -> Any:
-        """Sort the entries of one group."""
         return sorting.sort_slots(slots, num_slots, self.sorting)
 
     def step(self, *steps: Step) -> None:
-        """Step rows."""
         for step in steps:
             update.step_rows(step, self.updates)
 
     def initial_rows(self, keys: Any, *how: Any) -> None:
-        """Make rows of float32."""
         *others, vectors = how
         initial.initial_rows(keys, *others, vectors.values)
 
 
 class Cuda(Machine):
-    """The CUDA sources on a device."""
-
     kind = "cuda"
 
     def __init__(self, device: Any) -> None:
-        self.device = device
+        self.device, self.place, self.read, self.array = device, device.place, device.read, device.array
+        self.pack, self.unpack = partial(cuda_rows.pack, device), partial(cuda_rows.unpack, device)
+        self.set_streams = partial(cuda_initial.set_streams, device)
+        self.initial_rows = partial(cuda_initial.initial_rows, device)
+        self.index = partial(cuda_key_index.KeyIndex, device)
 
     def slice_of(self, values: NDArray[np.float32], first: int) -> torch.Tensor:
         """Return a copy of values (N, T): columns from ``first`` on of a wider tensor, between others."""
@@ -135,39 +120,22 @@ class Cuda(Machine):
         wide[:, first:-2] = values
         return torch.as_tensor(self.place(wide))[:, first:-2]
 
-    def place(self, array: Any) -> Any:
-        """Return a copy of an array on the device."""
-        return self.device.place(array)
-
-    def read(self, array: Any) -> Any:
-        """Return a copy of an array of the device."""
-        return self.device.read(array)
-
-    def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """Return an array of garbage on the device."""
-        return self.device.array(shape, dtype)
-
     def ids(self, ids: NDArray[np.int32], dtype: type) -> Any:
-        """Return ids on the device."""
         return self.place(ids.astype(dtype))
 
     def gather(self, vectors: Vectors, slots: Any, out: Any) -> None:
-        """Copy rows of one table."""
         cuda_gathering.gather(self.device, [cuda_gathering.Gathered(vectors, slots, out)])
 
     def map_slots(self, ids: Any, bases: Any, entry_starts: Any, slot_of_local: Any, slots: Any) -> None:
-        """Map the ids of one group."""
         mapped = cuda_gathering.Mapped(ids, bases, entry_starts, slot_of_local)
         none = self.vectors(np.zeros((1, 1), F4))
         cuda_gathering.gather(self.device, [cuda_gathering.Gathered(none, slots, None, mapped)])
 
     def pool(self, groups: list[tuple[Features, Ids]], out: Any) -> None:
-        """Pool groups with a new plan."""
         plan = PoolPlan(self.device, [features for features, _ in groups], out.shape[1])
         plan.pool([ids for _, ids in groups], out)
 
     def pool_one(self, vectors: Vectors, local: Any, ids: Any, bases: Any, cols: Any, out: Any, slots: Any) -> None:
-        """Copy each feature's row for each sample to its columns."""
         self.pool([(Features(vectors, local, bases, cols, np.zeros(cols.size, np.int8)), Ids(ids, slots))], out)
 
     def pool_bags(
@@ -181,14 +149,12 @@ class Cuda(Machine):
     def weight_gradient(
         self, vectors: Vectors, slots: Any, offsets: Any, modes: Any, cols: Any, gradient: Any, out: Any
     ) -> None:
-        """Write the gradient of each entry's weight."""
         bases, local = np.zeros(cols.size, np.int64), self.device.empty(1, np.int32)  # not read
         features = Features(vectors, local, bases, cols, modes)
         plan = PoolPlan(self.device, [features], gradient.shape[1])
         plan.weight_gradient(slots, offsets, gradient, out)
 
     def sort(self, slots: Any, num_slots: int) -> Any:
-        """Sort the entries of one group."""
         (runs,) = sort_groups(self.device, [([slots], num_slots)])
         return runs
 
@@ -211,7 +177,6 @@ class Cuda(Machine):
         return slots[run_of_place] << np.uint64(32) | entries
 
     def step(self, *steps: Step) -> None:
-        """Step the rows of several groups at once."""
         update_many(self.device, steps)
 
     def pieces(self, row_floats: int) -> Pieces:
@@ -225,23 +190,3 @@ class Cuda(Machine):
             return seen
 
         return Pieces(row_floats, locate)
-
-    def pack(self, fields: Any, slots: Any, order: Any, pieces: Pieces, **how: bool) -> None:
-        """Write rows to pieces."""
-        cuda_rows.pack(self.device, fields, slots, order, pieces, **how)
-
-    def unpack(self, fields: Any, slots: Any, pieces: Pieces, **how: bool) -> None:
-        """Write the rows of pieces to their slots."""
-        cuda_rows.unpack(self.device, fields, slots, pieces, **how)
-
-    def set_streams(self, streams: Any, slots: Any, keys: Any, table_id: int, seed: int) -> None:
-        """Write the streams of rows."""
-        cuda_initial.set_streams(self.device, streams, slots, keys, table_id, seed)
-
-    def index(self, room: int, table_ids: Any) -> cuda_key_index.KeyIndex:
-        """Return an index without keys."""
-        return cuda_key_index.KeyIndex(self.device, room, table_ids)
-
-    def initial_rows(self, keys: Any, *how: Any) -> None:
-        """Make rows, side by side or into slots."""
-        cuda_initial.initial_rows(self.device, keys, *how)

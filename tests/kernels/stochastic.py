@@ -1,14 +1,7 @@
 """Random words, rounding and orders in slow obvious Python: the definitions of docs/format/bits.md."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+from numpy.typing import NDArray
 
 MASK, ALL = 0xFFFFFFFF, (1 << 64) - 1
 AWKWARD = (
@@ -21,7 +14,6 @@ AWKWARD = (
 
 
 def mix(x: int) -> int:
-    """Return splitmix64's finalizer of a number."""
     x &= ALL
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & ALL
     x = (x ^ x >> 27) * 0x94D049BB133111EB & ALL
@@ -66,7 +58,6 @@ def rounded(value: np.float32, noise: int, dtype: str) -> int:
 
 
 def row_words(key: int, table_id: int, seed: int, dim: int) -> list[int]:
-    """Return the random word of every element of an initial row."""
     stream = mix(seed ^ table_id)
     key &= ALL
     words: list[int] = []

@@ -1,7 +1,5 @@
 """CRC32C: published values, and those of the library that the store uses without a kernel."""
 
-import subprocess
-import sys
 from itertools import pairwise
 
 import google_crc32c
@@ -10,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.apart import ran
 from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.store.records import page_checksums
 
@@ -37,10 +36,7 @@ def test_the_published_vectors(data: bytes, expected: int) -> None:
     first=st.integers(0, 9),
     seed=st.integers(0, 9),
 )
-def test_runs_of_any_lengths_in_any_arrays_are_what_the_library_says(
-    sizes: list[list[int]], first: int, seed: int
-) -> None:
-    """Four at a time or one, empty ones too, from any address; the store's own function returns the same."""
+def test_runs_of_any_lengths_in_any_arrays_are_as_in_the_library(sizes: list[list[int]], first: int, seed: int) -> None:
     rng, parts, expected = np.random.default_rng(seed), [], []
     for lengths in sizes:
         bounds = np.cumsum([first, *lengths]).astype(np.int64)
@@ -54,7 +50,6 @@ def test_runs_of_any_lengths_in_any_arrays_are_what_the_library_says(
 @needs_crc32c
 @pytest.mark.parametrize(("bounds", "wrong"), [([-1, 4], -1), ([0, 11], 11), ([4, 2], 2), ([5, 20, 9], 20)])
 def test_bounds_outside_the_data_are_refused(bounds: list[int], wrong: int) -> None:
-    """Nothing beyond an array is read, in any part."""
     fine = np.zeros(20, np.uint8), np.array([20])
     with pytest.raises(ValueError, match=f"bound {wrong} in part 1, which has 10 bytes: bounds must rise"):
         crc32c([fine, (np.zeros(10, np.uint8), np.array(bounds, np.int64)), fine])
@@ -62,7 +57,6 @@ def test_bounds_outside_the_data_are_refused(bounds: list[int], wrong: int) -> N
 
 @needs_crc32c
 def test_a_part_without_bounds_is_refused() -> None:
-    """A part of no runs has one bound."""
     data = np.zeros(10, np.uint8)
     assert crc32c([(data, np.array([3]))]).size == 0
     with pytest.raises(ValueError, match="part 1 has no bounds"):
@@ -77,5 +71,4 @@ def test_a_cpu_without_the_instruction_has_no_such_kernel_to_compile() -> None:
         "from tiercache.kernels.cpu import checksum, compile;"
         "print(checksum.has_crc32c(), '_crc32c' in {kernel.name for kernel in compile.KERNELS})"
     )
-    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
+    assert ran(code).stdout.split() == ["False", "False"]

@@ -1,7 +1,5 @@
 """Compilation: progress, cache, one set of types."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -18,7 +16,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(code: str, **environment: str) -> str:
-    """Run Python code in a new process and return what it prints."""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env={"PYTHONPATH": str(ROOT), **environment}, text=True,
         capture_output=True, check=False,
@@ -28,7 +25,6 @@ def run(code: str, **environment: str) -> str:
 
 
 def test_prepare_compiles_every_kernel_and_tells_how_far_it_is() -> None:
-    """No kernel of any module is left for the first batch; kernels for 16-bit dtypes are compiled on request."""
     told: list[tuple[str, int, int]] = []
     prepare(lambda *arguments: told.append(arguments))
     prepare(narrow=True)
@@ -58,33 +54,24 @@ def test_importing_kernels_loads_no_numba() -> None:
     assert run(code) == "False"
 
 
-def test_a_new_process_finds_the_compiled_code(tmp_path: Path) -> None:
-    """is_cached is false in an empty cache; the next process loads the code that one has compiled."""
-    code = (
-        "from tiercache.kernels.cpu import compile, hashing; import numpy as np;"
-        "hashing.hash_keys(np.arange(3), 5);"
-        "stats = next(k for k in compile.KERNELS if k.name == '_hash_keys').compiled[False].stats;"
-        "print(compile.is_cached(), sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))"
-    )
-    assert run(code, NUMBA_CACHE_DIR=str(tmp_path)) == "False 0 1"
-    assert run(code, NUMBA_CACHE_DIR=str(tmp_path)) == "False 1 0"
-
-
-def test_compiled_code_lies_in_one_folder_and_the_cache_of_other_functions_stays(tmp_path: Path) -> None:
-    """NUMBA_CACHE_DIR is the parent of the folder, and numba's own value is restored after a kernel is compiled."""
+def test_compiled_code_lies_in_one_folder_that_the_next_process_finds(tmp_path: Path) -> None:
+    """NUMBA_CACHE_DIR is the parent of the folder; numba's own value, for other functions, is restored."""
     code = (
         "from tiercache.kernels.cpu import compile, hashing; import numba, numpy as np;"
         "hashing.hash_keys(np.arange(3), 5);"
-        "print(compile.cache_folder(), numba.config.CACHE_DIR)"
+        "stats = next(k for k in compile.KERNELS if k.name == '_hash_keys').compiled[False].stats;"
+        "print(compile.is_cached(), sum(stats.cache_hits.values()), sum(stats.cache_misses.values()),"
+        "      compile.cache_folder(), numba.config.CACHE_DIR)"
     )
-    folder, config = run(code, NUMBA_CACHE_DIR=str(tmp_path)).split()
-    assert (Path(folder).parent, config) == (tmp_path, str(tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == [Path(folder).name]
-    assert list(Path(folder).rglob("hashing._hash_keys-*.nbi"))
+    for hits, misses in (("0", "1"), ("1", "0")):
+        *found, folder, config = run(code, NUMBA_CACHE_DIR=str(tmp_path)).split()
+        assert found == ["False", hits, misses]
+        assert (Path(folder).parent, config) == (tmp_path, str(tmp_path))
+        assert [path.name for path in tmp_path.iterdir()] == [Path(folder).name]
+        assert list(Path(folder).rglob("hashing._hash_keys-*.nbi"))
 
 
 def test_kernels_compile_where_nothing_can_be_cached(tmp_path: Path) -> None:
-    """A read-only installation without a home still works, only slower to start."""
     blocked = tmp_path / "file"
     blocked.touch()
     code = (

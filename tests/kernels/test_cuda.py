@@ -1,12 +1,11 @@
 """The CUDA device without a GPU: code for every architecture, its cache, and clear errors for missing parts."""
 
-from __future__ import annotations
-
-import importlib
 import importlib.util
-import subprocess
+import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,18 +16,14 @@ from tiercache.kernels.cuda import cupy_device as cuda
 from tiercache.kernels.cuda import launch
 
 ROOT = Path(__file__).parents[2]
-HOST: Any = None
-"""Torch is not used before a device exists."""
+HOST: Any = None  # torch is not used before a device exists
 needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 
 
 @needs_cupy
 @pytest.mark.parametrize("architecture", cuda.ARCHITECTURES)
 def test_every_kernel_compiles_to_machine_code_and_no_step_spills_registers(architecture: str) -> None:
-    """NVRTC needs neither driver nor GPU; a cubin is an ELF file, with its last byte.
-
-    Registers are as in docs/design/0034: a kernel with rows in flight reaches the memory roof only without spills.
-    """
+    """NVRTC needs no GPU. Registers are as in docs/design/0034: kernels reach the memory roof only without spills."""
     cubins = cuda.compile_all(architecture)
     assert set(cubins) == {path.stem for path in (ROOT / "kernels" / "cuda").glob("*.cu")}
     assert all(cubin[:4] == b"\x7fELF" for cubin in cubins.values())
@@ -53,7 +48,6 @@ def test_compiled_code_flushes_and_fuses_nothing(name: str) -> None:
 
 @needs_cupy
 def test_a_source_that_does_not_compile_is_told_with_the_compilers_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log names file and line as they are on disk."""
     broken = launch.source("gathering").replace("int64 first_task;", "int64 first_task; no_such_type x;", 1)
     monkeypatch.setattr(cuda, "source", lambda _: broken)
     with pytest.raises(cuda.CudaError, match=r"gathering\.cu\(8\).*no_such_type"):
@@ -61,7 +55,6 @@ def test_a_source_that_does_not_compile_is_told_with_the_compilers_log(monkeypat
 
 
 def test_without_cupy_a_device_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening a device is the first step that needs CuPy."""
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(cuda.CudaError, match=r"CuPy cannot be imported .*pip install 'tiercache-embeddings\[cuda13\]'"):
         cuda.open_device(0, HOST)
@@ -69,32 +62,8 @@ def test_without_cupy_a_device_says_what_to_install(monkeypatch: pytest.MonkeyPa
         cuda.compile_source("gathering", "sm_90")
 
 
-class Runtime:
-    """CuPy's runtime, built with CUDA 13, over another driver."""
-
-    class CUDARuntimeError(Exception):
-        """A stand-in for CuPy's error."""
-
-        status: int
-
-    def __init__(self, driver: int, devices: int | str) -> None:
-        self.driver, self.devices = driver, devices
-
-    def runtimeGetVersion(self) -> int:  # noqa: N802 - CuPy's name
-        """Return 13.2."""
-        return 13020
-
-    def driverGetVersion(self) -> int:  # noqa: N802 - CuPy's name
-        """Return the CUDA version that the driver supports, 0 without one."""
-        return self.driver
-
-    def getDeviceCount(self) -> int:  # noqa: N802 - CuPy's name
-        """Fails if the driver cannot serve this runtime, or has no device."""
-        if isinstance(self.devices, int):
-            return self.devices
-        error = self.CUDARuntimeError(self.devices)
-        error.status = STATUS[self.devices]
-        raise error
+class CUDARuntimeError(Exception):
+    status: int
 
 
 STATUS = {"cudaErrorInsufficientDriver": 35, "cudaErrorNoDevice": 100, "cudaErrorSystemDriverMismatch": 803}
@@ -117,30 +86,25 @@ STATUS = {"cudaErrorInsufficientDriver": 35, "cudaErrorNoDevice": 100, "cudaErro
 def test_a_machine_that_cannot_run_cuda_is_told_what_it_lacks(
     monkeypatch: pytest.MonkeyPatch, driver: int, devices: int | str, index: int, kind: type, said: str
 ) -> None:
-    """No driver, an old one, a failing one, no GPU, another index: an error each, and a separate type for no GPU."""
+    def count() -> int:
+        if isinstance(devices, int):
+            return devices
+        error = CUDARuntimeError(devices)
+        error.status = STATUS[devices]
+        raise error
 
-    class Cupy:
-        class cuda:  # noqa: N801 - CuPy's name
-            runtime = Runtime(driver, devices)
-
-    monkeypatch.setattr(cuda, "_import_cupy", lambda: Cupy)
+    runtime = SimpleNamespace(
+        CUDARuntimeError=CUDARuntimeError, runtimeGetVersion=lambda: 13020, driverGetVersion=lambda: driver,
+        getDeviceCount=count,
+    )  # fmt: skip
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(cuda, "_import_cupy", lambda: cupy)
     with pytest.raises(cuda.CudaError, match=said) as caught:
         cuda.open_device(index, HOST)
     assert caught.type is kind
 
 
-def test_importing_tiercache_or_the_launch_side_imports_no_cupy() -> None:
-    """CuPy is imported when a device is opened."""
-    code = (
-        "import sys, tiercache, tiercache.kernels.cuda.cupy_device, tiercache.kernels.cuda.gathering;"
-        "print([name for name in sys.modules if name.startswith('cupy')])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=False)
-    assert done.stdout.strip() == "[]", done.stderr
-
-
 def test_a_source_is_one_text_with_its_headers_in_place() -> None:
-    """Each header once, with the lines and names of its file for the compiler's messages."""
     for name in cuda.sources():
         text = launch.source(name)
         assert '#include "' not in text
@@ -148,59 +112,39 @@ def test_a_source_is_one_text_with_its_headers_in_place() -> None:
         assert text.startswith(f'#line 1 "{name}.cu"')
 
 
-class Compiler:
-    """Counts its compilations."""
-
-    def __init__(self) -> None:
-        self.made = 0
-
-    def __call__(self) -> bytes:
-        """Make the next code."""
-        self.made += 1
-        return b"code %d" % self.made
+Compiler = Callable[[], bytes]
 
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """Begin with an empty memory cache."""
     monkeypatch.setattr(cuda, "_IN_MEMORY", {})
-    return Compiler()
+    numbers = itertools.count(1)
+    return lambda: b"code %d" % next(numbers)
 
 
 def in_a_new_process(folder: Path | None, inputs: str, make: Compiler) -> bytes:
-    """Look up with an empty memory cache."""
     cuda._IN_MEMORY.clear()
     return cuda.cached_code(folder, "sorting.sm_90.cuda", inputs, make)
 
 
-def test_code_is_made_once_for_all_processes(tmp_path: Path, compiler: Compiler) -> None:
-    """In one folder; and once per process without one."""
-    assert {in_a_new_process(tmp_path, "source", compiler) for _ in range(3)} == {b"code 1"}
-    assert [path.name for path in tmp_path.iterdir()] == ["sorting.sm_90.cuda"]
-    assert in_a_new_process(None, "source", compiler) == b"code 2"
-    assert cuda.cached_code(None, "sorting.sm_90.cuda", "source", compiler) == b"code 2"
-
-
-def test_code_of_anything_else_is_made_anew_and_takes_its_place(tmp_path: Path, compiler: Compiler) -> None:
-    """Another source, another option, another compiler: all inputs count."""
-    in_a_new_process(tmp_path, "source", compiler)
-    assert in_a_new_process(tmp_path, "edited", compiler) == b"code 2"
-    assert in_a_new_process(tmp_path, "edited", compiler) == b"code 2"
-    assert in_a_new_process(tmp_path, "source", compiler) == b"code 3"
-    assert len(list(tmp_path.iterdir())) == 1
+def test_code_is_made_once_for_all_processes_and_anew_for_other_inputs(tmp_path: Path, compiler: Compiler) -> None:
+    """Source, options and compiler are inputs; without a folder it is made once for each process."""
+    for inputs, code in (("source", 1), ("source", 1), ("source", 1), ("edited", 2), ("edited", 2), ("source", 3)):
+        assert in_a_new_process(tmp_path, inputs, compiler) == b"code %d" % code
+        assert [path.name for path in tmp_path.iterdir()] == ["sorting.sm_90.cuda"]
+    assert in_a_new_process(None, "source", compiler) == b"code 4"
+    assert cuda.cached_code(None, "sorting.sm_90.cuda", "source", compiler) == b"code 4"
 
 
 def test_a_damaged_file_is_made_anew(tmp_path: Path, compiler: Compiler) -> None:
-    """Truncated anywhere, or with any byte changed."""
     in_a_new_process(tmp_path, "source", compiler)
     path = tmp_path / "sorting.sm_90.cuda"
     whole = path.read_bytes()
     flipped = [bytes(b ^ (i == at) for i, b in enumerate(whole)) for at in (0, 40, len(whole) - 1)]
-    for damaged in (b"", whole[:1], whole[:64], whole[:-1], *flipped):
+    for number, damaged in enumerate((b"", whole[:1], whole[:64], whole[:-1], *flipped), 2):
         path.write_bytes(damaged)
-        made = compiler.made
-        assert in_a_new_process(tmp_path, "source", compiler) == b"code %d" % (made + 1)
-        assert in_a_new_process(tmp_path, "source", compiler) == b"code %d" % (made + 1)
+        for _ in range(2):
+            assert in_a_new_process(tmp_path, "source", compiler) == b"code %d" % number
 
 
 def test_a_folder_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, compiler: Compiler) -> None:

@@ -1,8 +1,7 @@
 """The key index, on every machine, against a dict."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +14,6 @@ from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.key_index import KeyIndex, KeySet, Missing, bytes_for
 from tiercache.kernels.cuda import key_index as cuda_key_index
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 MIN = -(2**63)
 TABLE_IDS = np.array([7, 2**63 + 11, 7 ^ 5], np.uint64)
 """The last is chosen so that key k of table 0 and key k ^ 5 of table 2 have one hash."""
@@ -25,7 +21,6 @@ MASK = 2**64 - 1
 
 
 def unmix(value: int) -> int:
-    """Invert splitmix64's finalizer."""
     value ^= value >> 31 ^ value >> 62
     value = value * pow(0x94D049BB133111EB, -1, 2**64) & MASK
     value ^= value >> 27 ^ value >> 54
@@ -34,7 +29,6 @@ def unmix(value: int) -> int:
 
 
 def keys_of_hashes(hashes: list[int], table_id: int) -> np.ndarray:
-    """Return the keys of a table that have these hashes."""
     keys = np.array([unmix(h) ^ table_id for h in hashes], np.uint64).view(np.int64)
     assert hash_keys(keys, table_id).tolist() == hashes
     return keys
@@ -54,19 +48,16 @@ class Index:
         self.known: dict[tuple[int, int], int] = {}
 
     def clear(self) -> None:
-        """Remove all keys."""
         self.held.clear()
         self.known.clear()
 
     def extend(self, *key_sets: KeySet) -> None:
-        """Add key sets."""
         self.held.extend([KeySet(table, self.m.place(keys), first) for table, keys, first in key_sets])
         for table, keys, first in key_sets:
             self.known |= {(table, key): i for i, key in enumerate(keys.tolist(), first)}
         assert self.held.count == len(self.known)
 
     def find(self, keys: np.ndarray, starts: np.ndarray, tables: np.ndarray) -> tuple[list[int], Missing]:
-        """Return the position of each key, and the missing ones."""
         if self.m.kind == "cpu":
             positions = np.full(keys.size, 99, np.int32)
             missing = self.held.find(keys, starts, tables, positions)
@@ -76,7 +67,6 @@ class Index:
         return self.m.read(out).tolist(), counted.read()
 
     def check(self, *asked: tuple[int, list[int]]) -> None:
-        """Look up keys of tables, some of them missing, and compare with the dict."""
         keys = np.array([key for _, batch in asked for key in batch], np.int64)
         starts = np.cumsum([0, *(len(batch) for _, batch in asked)])
         wanted = [self.known.get((table, key), -1) for table, batch in asked for key in batch]
@@ -86,18 +76,16 @@ class Index:
 
 
 def indexes(kind: str, room: int) -> Iterator[Index]:
-    """Yield an empty index for each number, or order, of threads."""
     for m in machines(kind):
         yield Index(m, room)
 
 
 @every_machine
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sets=SETS, asked=SETS, turn=st.integers(0, 2), seed=st.integers(0, 99))
 def test_an_index_answers_as_a_dict(
     kind: str, sets: list[tuple[int, list[int]]], asked: list[tuple[int, list[int]]], turn: int, seed: int
 ) -> None:
-    """Several tables with equal keys and equal hashes, both reserved keys, any order of threads."""
     rng = np.random.default_rng(seed)
     with machine(kind, turn) as m:
         index = Index(m, 120)
@@ -129,7 +117,6 @@ def test_key_sets_fill_an_index_to_four_fifths(kind: str, size: int) -> None:
 
 @every_machine
 def test_keys_of_one_home_are_found_round_the_end_of_the_index(kind: str) -> None:
-    """A thousand keys whose search begins at the last place, in two tables; as many absent keys are missing."""
     size = 1000
     hashes = [(i << 30) + 0xFFFF for i in range(2 * size)]
     first, second = (keys_of_hashes(hashes, int(table_id)) for table_id in TABLE_IDS[:2])
@@ -186,16 +173,7 @@ def test_threads_that_overtake_each_other_lose_no_key_on_cuda(planted: bool) -> 
         device.close()
 
 
-@every_machine
-def test_a_batch_without_entries_and_an_index_without_keys_are_nothing_special(kind: str) -> None:
-    """Features without entries, no features at all, an index without capacity."""
-    for index in indexes(kind, 0):
-        index.check((0, []), (1, [3, MIN]), (2, []))
-        index.check()
-
-
 def test_missing_keys_add_up_until_they_are_forgotten_on_cuda() -> None:
-    """Two searches of a batch add to one count, and the least entry of both."""
     device = device_for("forward")
     there, missing = cuda_key_index.KeyIndex(device, 4, TABLE_IDS), cuda_key_index.MissingKeys(device)
     there.extend([KeySet(0, device.place(np.array([8])), 0)])
@@ -209,7 +187,6 @@ def test_missing_keys_add_up_until_they_are_forgotten_on_cuda() -> None:
 
 
 def test_an_index_is_no_larger_than_promised() -> None:
-    """20 to 40 bytes per key, and capacity is a power of two."""
     for room in (13, 100, 1638, 1639, 50_000, 52_428, 52_429):
         index = KeyIndex(room, TABLE_IDS)
         assert index.capacity.bit_count() == 1
@@ -218,7 +195,6 @@ def test_an_index_is_no_larger_than_promised() -> None:
 
 
 def test_what_an_index_cannot_hold_is_refused() -> None:
-    """Positions beyond int32, unknown tables, arrays that do not fit: an error, and nothing changes."""
     device, keys, where = ShimDevice(), np.arange(3), np.zeros(3, np.int32)
     with pytest.raises(ValueError, match="at most 2,147,483,647 fit"):
         KeyIndex(2**31, TABLE_IDS)

@@ -1,7 +1,5 @@
 """Kernels for the keys of a dump: the same bits as NumPy's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,17 +11,14 @@ from tiercache.store import bits
 from tiercache.store import key_map as by_numpy
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 999),
     rows=st.lists(st.integers(0, 400), min_size=1, max_size=40),
     sizes=st.sampled_from([(0, 9, 7, 2), (3, 5, 11, 2), (9, 17, 7, 3), (14, 18, 14, 4)]),
     distinct=st.sampled_from([3, 1 << 32]),
 )
-def test_entries_are_those_of_numpy(
-    seed: int, rows: list[int], sizes: tuple[int, int, int, int], distinct: int
-) -> None:
-    """For any ranges and bits, also if nearly all keys have the same hash."""
+def test_entries_are_as_numpys(seed: int, rows: list[int], sizes: tuple[int, int, int, int], distinct: int) -> None:
     first_rows = np.append(0, np.cumsum(rows))
     lows = np.random.default_rng(seed).integers(0, distinct, int(first_rows[-1]), np.uint64).astype(np.uint32)
     if not lows.size:
@@ -36,7 +31,6 @@ def test_entries_are_those_of_numpy(
 
 
 def test_entries_of_parts_are_those_of_numpy() -> None:
-    """NumPy sorts many rows in parts."""
     first_rows = np.array([0, 70_000, 70_000, 200_000])
     lows = np.random.default_rng(1).integers(0, 1 << 32, 200_000, np.uint64).astype(np.uint32)
     for found, wanted in zip(
@@ -46,7 +40,6 @@ def test_entries_of_parts_are_those_of_numpy() -> None:
 
 
 def test_hashes_of_runs_are_those_of_each_table() -> None:
-    """Including an empty run; counts that do not add up to the keys are refused."""
     keys = np.random.default_rng(2).integers(-(1 << 63), (1 << 63) - 1, 1000)
     ids, counts = np.array([7, 1 << 63, 9], np.uint64), np.array([400, 0, 600])
     found = hash_runs(keys, ids, counts)

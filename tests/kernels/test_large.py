@@ -1,7 +1,5 @@
 """Arrays of more than 2^31 elements: without a GPU space is reserved, and only used pages take memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,6 @@ LAST = np.array([NUM_SLOTS - 1, 0, NUM_SLOTS - 100, 5], np.int32)
 
 
 def large(m: Any, rows: int = NUM_SLOTS, width: int = DIM) -> Any:
-    """Return zeros of float32."""
     return reserved(rows, width) if m.kind == "cpu" else m.device.large(rows, width)
 
 
@@ -40,7 +37,6 @@ def fill(m: Any, field: Any, slot: int, value: float) -> None:
 @every_machine
 @pytest.mark.parametrize("turn", [0, 1])
 def test_rows_beyond_two_billion_elements_are_the_right_ones(kind: str, turn: int) -> None:
-    """Lookup, step, pack and unpack of the first and the last rows of a table of 2^31 elements and more."""
     with machine(kind, turn) as m:
         vectors, sums = large(m), large(m)
         held = Vectors(vectors, DIM)
@@ -69,7 +65,6 @@ def test_rows_beyond_two_billion_elements_are_the_right_ones(kind: str, turn: in
 
 @every_machine
 def test_rows_beyond_two_billion_numbers_of_16_bits_are_the_right_ones(kind: str) -> None:
-    """Lookup and step of the first and the last rows."""
     with machine(kind, 2) as m:
         words, streams = large(m, width=DIM // 2), large(m, width=2)
         streams = streams.view(np.uint64 if isinstance(streams, np.ndarray) else torch.uint64).reshape(-1)
@@ -88,7 +83,6 @@ def test_rows_beyond_two_billion_numbers_of_16_bits_are_the_right_ones(kind: str
 
 @every_machine
 def test_places_beyond_two_billion_elements_of_output_and_gradient_are_the_right_ones(kind: str) -> None:
-    """The last sample of a wide output: pooling by bags, and its gradient."""
     num_samples, width, dim = 33, (1 << 31) // 32, 4
     col, none, mode = width - 4, np.empty(0, F4), np.zeros(1, np.int8)
     with machine(kind) as m:
@@ -123,7 +117,6 @@ def test_a_piece_that_begins_behind_two_billion_floats_is_the_right_one(kind: st
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind_of_row", [UNIFORM, NORMAL])
 def test_initial_rows_beyond_two_billion_elements_are_the_right_ones(kind_of_row: int) -> None:
-    """The last row of 2^31 elements and more, as if it were made alone."""
     dim = 1 << 20
     keys, wanted = np.arange((1 << 31) // dim + 1) - 7, np.empty((1, dim), F4)
     out = repeated(keys.size, dim)
@@ -157,7 +150,6 @@ def test_initial_rows_go_to_slots_beyond_two_billion_elements_on_cuda(kind_of_ro
 @every_machine
 @pytest.mark.parametrize("mode", [SUM, MEAN])
 def test_gradients_of_weights_beyond_two_billion_elements_are_the_right_ones(kind: str, mode: int) -> None:
-    """For the last sample of a wide output, whose bag has the last row of a large table and the first."""
     num_samples, width, col = 33, (1 << 31) // 32, (1 << 31) // 32 - DIM
     with machine(kind, 2) as m:
         vectors, gradient = large(m), large(m, num_samples, width)

@@ -1,13 +1,12 @@
 """Rows between slots and pieces, on every machine."""
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.cases import DIMS, every_machine, machine, machines
@@ -18,12 +17,8 @@ from tiercache.kernels.cpu.rows import pack
 from tiercache.kernels.cuda.rows import pack as cuda_pack
 from tiercache.kernels.pieces import Pieces
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 def pieces_of(sizes: list[int], width: int, distance: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Lay pieces out one after another, `distance` floats apart."""
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     offset = (first[:-1] * width + distance * np.arange(len(sizes))).astype(np.int64)
     return first, offset, int(first[-1]) * width + distance * len(sizes)
@@ -37,7 +32,6 @@ def mapped(m: Any, array: Any, *, writable: bool = True) -> Any:
 
 
 def frozen(m: Any, array: Any) -> Any:
-    """Return a read-only array."""
     if m.kind == "cuda":
         return mapped(m, array, writable=False)
     seen = array.view()
@@ -46,7 +40,6 @@ def frozen(m: Any, array: Any) -> Any:
 
 
 @every_machine
-@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     widths=st.lists(st.sampled_from([0, *DIMS]), min_size=1, max_size=3),
@@ -62,11 +55,7 @@ def test_pack_is_field_major_in_each_piece_and_unpack_reverses_it(
     kind: str, seed: int, widths: list[int], arrays: list[list[int]], distance: int, others: int, turn: int, *,
     any_bits: bool,
 ) -> None:  # fmt: skip
-    """A piece holds all vectors, then all of each state, at any float of any array; memory in between does not change.
-
-    Whether it has the rows of most slots or of few. Rows move as words, which may be NaN as float32: two 16-bit numbers
-    may be a word.
-    """
+    """A piece has all vectors, then each state, at any float of an array. A word may be NaN: two 16-bit numbers."""
     rng = np.random.default_rng(seed)
     num_rows, row_floats = sum(map(sum, arrays)), sum(widths)
     others = others if kind == "cpu" else 3
@@ -110,7 +99,6 @@ def test_pack_is_field_major_in_each_piece_and_unpack_reverses_it(
 
 @given(st.permutations(range(4)), st.integers(0, 2))
 def test_pieces_in_any_order_with_places_left_out_are_packed(places: list[int], left_out: int) -> None:
-    """A piece gets the rows at its places of the order, whenever it was added."""
     field, rng = np.arange(40, dtype=np.float32).reshape(40, 1), np.random.default_rng(sum(places[:2]))
     slots, order = rng.permutation(40).astype(np.int32), rng.permutation(40).astype(np.int32)
     pieces, packed = Pieces(1), {}
@@ -123,7 +111,6 @@ def test_pieces_in_any_order_with_places_left_out_are_packed(places: list[int], 
 
 
 def steps_of(call: Callable[[], None]) -> int:
-    """Return the number of instructions that the interpreter runs."""
     steps = 0
 
     def count(frame: Any, event: str, _: Any) -> Any:
@@ -172,7 +159,6 @@ def test_one_large_piece_is_shared_by_all_warps_on_cuda(dim: int) -> None:
 
 
 def test_slot_minus_one_packs_zeros_and_unpacks_nothing_on_cuda() -> None:
-    """As everywhere, -1 means no row."""
     slots = np.array([2, -1, 0], np.int32)
     for m in machines("cuda"):
         values = m.place(np.arange(12, dtype=np.float32).reshape(3, 4))
@@ -204,15 +190,9 @@ def test_an_access_of_16_bytes_that_is_not_aligned_is_caught_on_cuda() -> None:
 
 @pytest.mark.parametrize(
     ("slots", "order", "place"),
-    [
-        ([0, 1, 2], [0, 1, 1], 2),
-        ([0, 0, 2], [2, 0, 1], 2),
-        ([0, 1, 3], [0, 2, 1], 1),
-        ([0, 1, 2], [3, 1, 2], 0),
-    ],
+    [([0, 1, 2], [0, 1, 1], 2), ([0, 0, 2], [2, 0, 1], 2), ([0, 1, 3], [0, 2, 1], 1), ([0, 1, 2], [3, 1, 2], 0)],
 )
 def test_rows_without_a_slot_of_their_own_are_refused(slots: list[int], order: list[int], place: int) -> None:
-    """A row at two places, two rows in a slot, an invalid slot and an invalid row: nothing is written."""
     pieces, out = Pieces(1), np.full(3, -1, np.float32)
     pieces.add(0, np.array([3]), np.zeros(1, np.int64), out)
     with pytest.raises(ValueError, match=f"row at place {place} has an invalid or repeated slot"):
@@ -222,7 +202,6 @@ def test_rows_without_a_slot_of_their_own_are_refused(slots: list[int], order: l
 
 @every_machine
 def test_pieces_that_do_not_fit_are_refused(kind: str) -> None:
-    """Too few floats, unnamed rows, rows of another width, read-only arrays: an error, and no launch."""
     m: Any = Cpu() if kind == "cpu" else Cuda(ShimDevice())
     field, slots, of_three = (np.zeros((3, 4), np.float32),), np.arange(3, dtype=np.int32), np.array([3])
     pieces, places = m.pieces(4), np.array([0, 3])

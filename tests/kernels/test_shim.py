@@ -1,7 +1,5 @@
 """The shim finds the errors it is meant to find: each is planted, and would go unseen without it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -42,8 +40,6 @@ KERNELS = "".join(
 
 
 def planted(old: str, new: str, order: str = "forward") -> ShimDevice:
-    """Return a device whose sources have ``new`` in the place of ``old``."""
-
     def changed(_: str, text: str) -> str:
         assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in the source."
         return text.replace(old, new)
@@ -52,7 +48,6 @@ def planted(old: str, new: str, order: str = "forward") -> ShimDevice:
 
 
 def run(kernel: str, order: str, size: int = 256, *, flush: bool = False) -> np.ndarray:
-    """Run one block of a small kernel on ``a`` = 0, 1, 2 ... and return ``b``."""
     before = "__device__ __forceinline__ int slot_of_entry("
     device = ShimDevice(order, changed=lambda _, text: text.split(before)[0] + KERNELS, flush=flush)
     a, b = device.place(np.arange(size)), device.empty(size, np.int64)
@@ -71,7 +66,6 @@ def test_subnormal_numbers_are_zero_only_where_that_is_asked_for() -> None:
 
 
 def gather(device: ShimDevice, dim: int = 8) -> None:
-    """Gather 40 rows of 50."""
     rng = np.random.default_rng(0)
     vectors, slots = rng.standard_normal((50, dim)).astype(np.float32), rng.integers(0, 50, 40).astype(np.int32)
     slots[[3, 4]] = 0, 49
@@ -91,10 +85,7 @@ def gather(device: ShimDevice, dim: int = 8) -> None:
     ],
 )
 def test_an_index_behind_or_before_an_array_is_caught(old: str, new: str, order: str) -> None:
-    """A row too far written or read, or invalid entries: the error names block and thread.
-
-    The reversed order has arrays at the beginning of memory.
-    """
+    """The error names block and thread. In the reversed order arrays are at the beginning of memory."""
     gather(planted(old, old, order))
     with pytest.raises(KernelError, match=r"gathering\.gather: block \d+, thread \d+: address 0x\w+ is outside every"):
         gather(planted(old, new, order))
@@ -106,10 +97,19 @@ def test_a_write_beside_an_array_that_hits_no_guard_is_caught() -> None:
         run("write_before", "forward")
 
 
-def test_an_index_outside_shared_memory_is_caught() -> None:
-    """Even if it would hit another variable."""
-    with pytest.raises(KernelError, match="thread 255: an index is outside its array in shared or local memory"):
-        run("outside_shared", "forward")
+@pytest.mark.parametrize(
+    ("kernel", "order", "said"),
+    [
+        ("outside_shared", "forward", "thread 255: an index is outside its array in shared or local memory"),
+        ("two_barriers", "forward", "threads wait for each other without end"),
+        ("part_of_a_mask", "forward", "threads wait for each other without end"),
+        ("not_in_its_mask", "random", "whose mask does not name it"),
+    ],
+)
+def test_an_index_outside_shared_memory_and_parted_threads_are_told(kernel: str, order: str, said: str) -> None:
+    """Half a block at a barrier, a lane missing from a mask: no test hangs."""
+    with pytest.raises(KernelError, match=said):
+        run(kernel, order)
 
 
 @pytest.mark.parametrize("wait", ["block", "warp"])
@@ -141,21 +141,10 @@ def test_a_missing_barrier_in_a_kernel_of_ours_is_caught() -> None:
 
 
 def test_shared_memory_does_not_keep_what_a_block_before_left() -> None:
-    """A kernel that relies on zeros in shared memory is found."""
     assert (run("without_first_write", "forward") == np.uint64(0xA5A5A5A5A5A5A5A5).view(np.int64)).all()
 
 
-def test_threads_that_wait_at_different_places_are_told() -> None:
-    """Half a block at a barrier, a lane missing from a mask: no test hangs."""
-    for kernel in ("two_barriers", "part_of_a_mask"):
-        with pytest.raises(KernelError, match="threads wait for each other without end"):
-            run(kernel, "forward")
-    with pytest.raises(KernelError, match="whose mask does not name it"):
-        run("not_in_its_mask", "random")
-
-
 def test_warp_operations_do_what_cudas_do() -> None:
-    """Shuffles within a width, ballots, equal values: against NumPy, in every order."""
     i = np.arange(256)
     lane = i % 32
     for order in ORDERS:

@@ -1,9 +1,6 @@
 """The order of shuffled samples: a permutation whose ranges are computed independently, and that shuffles well."""
 
-from __future__ import annotations
-
-from itertools import pairwise, permutations
-from math import factorial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -17,11 +14,6 @@ STATES = st.integers(0, 2**64 - 1)
 SEEDS = 20_000
 
 
-def orders(count: int) -> np.ndarray:
-    """Return the orders (SEEDS, count) of many states."""
-    return np.stack([shuffled(mix(seed), count, 0, count) for seed in range(SEEDS)])
-
-
 def assert_uniform(counts: np.ndarray) -> None:
     """Chi-squared of counts that are expected to be equal, within eight of its standard deviations."""
     expected, freedom = counts.sum() / counts.size, counts.size - 1
@@ -30,14 +22,12 @@ def assert_uniform(counts: np.ndarray) -> None:
 
 @given(st.integers(0, 3000), STATES)
 def test_every_sample_stands_at_one_place(count: int, state: int) -> None:
-    """For zero to three samples, and for powers of two and their neighbors."""
     for n in {count, *(abs(2 ** (count % 12) + d) for d in (-1, 0, 1)), count % 4}:
         assert np.array_equal(np.sort(shuffled(state, n, 0, n)), np.arange(n))
 
 
 @given(st.integers(1, 2**63 - 1) | st.integers(1, 600), STATES, st.data())
 def test_a_stretch_is_what_the_slow_definition_gives_at_each_place(count: int, state: int, data: st.DataObject) -> None:
-    """For any number of samples and any range."""
     first = data.draw(st.integers(0, count - 1))
     last = min(first + data.draw(st.integers(0, 9)), count)
     made = shuffled(state, count, first, last)
@@ -47,7 +37,6 @@ def test_a_stretch_is_what_the_slow_definition_gives_at_each_place(count: int, s
 
 @given(st.integers(1, 5000), STATES, st.lists(st.integers(0, 5000), max_size=5))
 def test_stretches_side_by_side_are_the_whole(count: int, state: int, cuts: list[int]) -> None:
-    """For any cut."""
     bounds = sorted({0, count, *(cut % count for cut in cuts)})
     pieces = [shuffled(state, count, low, high) for low, high in pairwise(bounds)]
     assert np.array_equal(np.concatenate(pieces), shuffled(state, count, 0, count))
@@ -60,30 +49,12 @@ def test_places_that_there_are_not_are_refused(stretch: tuple[int, int]) -> None
         shuffled(0, 5, *stretch)
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5])
-def test_all_orders_of_few_samples_come_equally_often(count: int) -> None:
-    """Over many states."""
-    numbers = {order: number for number, order in enumerate(permutations(range(count)))}
-    found = np.bincount([numbers[tuple(order)] for order in orders(count).tolist()], minlength=factorial(count))
-    assert_uniform(found)
-
-
-@pytest.mark.parametrize("count", [8, 16, 33, 64, 100])
+@pytest.mark.parametrize("count", [5, 16, 33, 64, 100])
 def test_a_sample_stands_anywhere_and_beside_any_other_equally_often(count: int) -> None:
     """Over many states: at each position, and for each pair at positions near or far from each other."""
-    found = orders(count)
+    found = np.stack([shuffled(mix(seed), count, 0, count) for seed in range(SEEDS)])
     pairs = ~np.eye(count, dtype=bool)
     for place, other in ((0, 1), (count // 2, count // 2 + 1), (count - 2, count - 1), (0, count // 2), (1, count - 1)):
         assert_uniform(np.bincount(found[:, place], minlength=count))
         both = np.bincount(found[:, place] * count + found[:, other], minlength=count * count)
         assert_uniform(both.reshape(count, count)[pairs])
-
-
-@pytest.mark.parametrize("count", [1000, 4096, 100_000])
-def test_samples_at_places_near_each_other_have_nothing_in_common(count: int) -> None:
-    """In one order: no correlation of a sample with its position or with samples a few positions on."""
-    for seed in range(20):
-        order = shuffled(mix(seed), count, 0, count) / count - 0.5
-        for distance in (1, 2, 3, 16):
-            assert abs(np.corrcoef(order[:-distance], order[distance:])[0, 1]) < 5 / count**0.5
-        assert abs(np.corrcoef(order, np.arange(count))[0, 1]) < 5 / count**0.5

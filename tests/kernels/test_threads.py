@@ -1,7 +1,5 @@
 """Threads of kernels: next to torch's, after a fork, and idle when a call has ended."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -9,14 +7,11 @@ import sys
 import threading
 import time
 import warnings
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 
 from tiercache.kernels.cpu import kernel_threads
-
-if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
 
 PROGRAM = """
 import torch
@@ -29,7 +24,6 @@ print(torch.get_num_threads())
 
 
 def printed(code: str, **environment: str) -> str:
-    """Run code in a new process and return its output; standard error must be empty."""
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -52,7 +46,6 @@ print(torch.get_num_threads(), threads())
 
 
 def test_kernels_use_the_threads_of_torch_as_far_as_numba_has_them() -> None:
-    """Their environment variables are independent, and need not agree."""
     assert printed(SHARED, OMP_NUM_THREADS="2", NUMBA_NUM_THREADS="1") == "2 1"
 
 
@@ -102,13 +95,11 @@ class Work:
             raise ArithmeticError("of the caller")
 
     def assert_over(self) -> None:
-        """Check that no thread works on it any more."""
         assert self._entered == self.ended >= 1
 
 
 @pytest.fixture(autouse=True)
 def three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A caller and up to two helpers."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
 
 
@@ -129,8 +120,6 @@ def test_nobody_works_on_where_a_thread_could_not_be_had(monkeypatch: pytest.Mon
     work, pool = Work(), kernel_threads._helpers(os.getpid())
 
     class OneThread:
-        """Accepts one task."""
-
         given = 0
 
         def submit(self, *what: object) -> object:
@@ -140,7 +129,7 @@ def test_nobody_works_on_where_a_thread_could_not_be_had(monkeypatch: pytest.Mon
             self.given = 1
             return pool.submit(*what)  # type: ignore[arg-type]
 
-    one: ThreadPoolExecutor = OneThread()  # type: ignore[assignment]
+    one: Any = OneThread()
     monkeypatch.setattr(kernel_threads, "_helpers", lambda _: one)
     with pytest.raises(RuntimeError, match="new thread"):
         kernel_threads.on_all_cores(work, 3, [("",)])

@@ -1,11 +1,11 @@
 """Bytes that the kernels of a step read and write, against the necessary ones."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.kernels.machines import Cuda
 from tests.kernels.shim.device import ShimDevice
@@ -15,11 +15,6 @@ from tiercache.kernels.cuda.gathering import Gathered, Mapped, gather
 from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
 from tiercache.kernels.cuda.sorting import LookupPositions, SortPlan
 from tiercache.kernels.step import Gradients, Step
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from numpy.typing import NDArray
 
 TABLES, ROWS, SAMPLES, DIM = 10, 6_562, 410, 128
 """The goal's step (10 tables of 1.68 million rows, 1,048,570 ids, power law of 1.05) with 1 of 256 rows and ids."""
@@ -31,22 +26,19 @@ class Goal(NamedTuple):
     """The goal's step on a device that counts."""
 
     machine: Cuda
-    ids: NDArray[np.int32]
-    """(E,), feature-major."""
+    ids: NDArray[np.int32]  # (E,), feature-major
     slot_of: NDArray[np.int32]
     bases: NDArray[np.int64]
     distinct: int
 
     @property
     def traffic(self) -> dict[str, dict[int, Any]]:
-        """By kernel and address of an array."""
         found: dict[str, dict[int, Any]] = self.machine.device.traffic
         return found
 
 
 @pytest.fixture
 def goal() -> Iterator[Goal]:
-    """Draw the ids of a batch; a row's rank determines its frequency."""
     rng, device = np.random.default_rng(0), ShimDevice(counted=True)
     share = np.cumsum(np.arange(1, ROWS + 1) ** -1.05)
     drawn = np.searchsorted(share, rng.random(ENTRIES) * share[-1]).astype(np.int32)
@@ -59,7 +51,6 @@ def goal() -> Iterator[Goal]:
 
 
 def moved(goal: Goal, kernels: Callable[[str], bool]) -> int:
-    """Return the bytes of the sectors that some kernels move."""
     return sum(
         one.sectors_read + one.sectors_written
         for kernel, arrays in goal.traffic.items()
@@ -69,7 +60,6 @@ def moved(goal: Goal, kernels: Callable[[str], bool]) -> int:
 
 
 def test_a_lookup_moves_what_it_must(goal: Goal) -> None:
-    """Ids, a slot for each, distinct rows, and the output: through bags, and through rows of each feature."""
     m, cols = goal.machine, np.arange(TABLES) * DIM
     vectors, local = m.vectors(np.zeros((TABLES * ROWS, DIM), np.float32)), m.place(goal.slot_of)
     ids, slots, out = m.place(goal.ids), m.array((ENTRIES,), np.int32), m.array((SAMPLES, TABLES * DIM), np.float32)
@@ -88,10 +78,7 @@ def test_a_lookup_moves_what_it_must(goal: Goal) -> None:
 @pytest.mark.parametrize("optimizer", STATES)
 @pytest.mark.parametrize("strided", [False, True])
 def test_an_update_moves_what_it_must(goal: Goal, optimizer: str, strided: bool) -> None:
-    """Each gradient is read once, each row and state read once and written once, for one gradient or ten.
-
-    Lanes without an entry repeat another lane's read, which moves nothing.
-    """
+    """Lanes without an entry repeat another lane's read, which moves nothing."""
     m, rng = goal.machine, np.random.default_rng(1)
     cols = np.arange(TABLES) * DIM
     wide = rng.standard_normal((SAMPLES, TABLES * DIM)).astype(np.float32)

@@ -1,12 +1,11 @@
 """Launches of the CUDA update: with several groups, several lookups, and more parts than fit into one."""
 
-from __future__ import annotations
-
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.kernels.cases import Bags, machine, machines, same_bits
 from tests.kernels.machines import Cuda
@@ -18,15 +17,9 @@ from tiercache.kernels.cuda.launch import most_parts, struct, view
 from tiercache.kernels.cuda.sorting import LookupPositions, SortPlan
 from tiercache.kernels.step import NO_ROUNDING, Rule, Step, make_rounding
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 def test_groups_of_different_dims_and_widths_step_in_a_launch_each_on_cuda() -> None:
-    """And in one that sums stretches; each group as if it stepped alone; one of them has no entries.
-
-    Rows with fewer than 16 elements, or that are not read four elements at a time, use other kernels.
-    """
+    """Rows with fewer than 16 elements, or that are not read four elements at a time, use other kernels."""
     rng, steps, wanted = np.random.default_rng(0), [], []
     with machine("cuda", 2) as m:
         for dim, size, dtype, optimizer in (
@@ -53,9 +46,7 @@ def test_groups_of_different_dims_and_widths_step_in_a_launch_each_on_cuda() -> 
 
 
 @pytest.mark.parametrize(("optimizer", "kernel"), [("sgd", "sgd"), ("rowwise", "rowwise_adagrad")])
-def test_gradients_between_multiples_of_16_bytes_are_read_by_the_quick_kernels_on_cuda(
-    optimizer: str, kernel: str
-) -> None:
+def test_gradients_between_multiples_of_16_bytes_take_the_quick_kernels_on_cuda(optimizer: str, kernel: str) -> None:
     """A column from another table with a single number misaligns most samples; the bits equal the CPU's."""
     rng, dim, samples = np.random.default_rng(1), 16, 90
     slots, wide = rng.integers(0, 9, samples).astype(np.int32), rng.standard_normal((samples, dim + 1)).astype(F4)
@@ -99,10 +90,7 @@ def test_what_a_launch_reads_lives_until_then_on_cuda() -> None:
 @pytest.mark.parametrize("dim", [1, 8, 16, 20, 128])
 @pytest.mark.parametrize("mode", [SUM, MEAN, MAX])
 def test_lookups_one_after_another_step_as_one_on_cuda(dim: int, mode: int) -> None:
-    """Gradients are where each lookup left them: columns of one array, rows of another, bags with factors or maxima.
-
-    The bits equal those with one array of each entry's gradient, in the order of the lookups.
-    """
+    """Gradients are where each lookup left them; the bits are those of one array of each entry's gradient, in order."""
     rng, num_slots = np.random.default_rng(dim), 40
     bags = Bags(
         num_samples=60, dim=dim, table_rows=[num_slots], modes=np.array([mode], np.int8),
@@ -130,7 +118,6 @@ def test_lookups_one_after_another_step_as_one_on_cuda(dim: int, mode: int) -> N
 
 @pytest.mark.parametrize("dim", [3, 64])
 def test_ids_in_the_order_of_their_positions_step_the_same_rows_on_cuda(dim: int) -> None:
-    """Ids are sorted before the slots of their rows are known: the same bits, for any slots."""
     rng, size, limits = np.random.default_rng(dim), 700, np.array([30, 9, 200], np.int64)
     starts, bases = np.array([0, 300, 300 + 50, size], np.int64), np.array([200, 230, 0], np.int64)
     feature = np.repeat(np.arange(3), np.diff(starts))
@@ -158,7 +145,6 @@ def test_ids_in_the_order_of_their_positions_step_the_same_rows_on_cuda(dim: int
 
 
 def test_more_groups_than_travel_with_a_launch_step_in_several_on_cuda() -> None:
-    """Each steps its own rows."""
     m = Cuda(ShimDevice())
     steps = []
     for number in range(2 * most_parts(struct("UpdatePart", "update")) + 1):

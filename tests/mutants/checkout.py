@@ -1,7 +1,5 @@
 """A copy of the checkout, in which tests run."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -9,12 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ROOT = Path(__file__).parents[2]
 _PYTEST = ("-m", "pytest", "-x", "-rfE", "--tb=short", "-m", "not long", "-p", "no:cacheprovider")
@@ -27,14 +22,12 @@ _COUNTS = re.compile(r"^\d+ (?:passed|failed|skipped|deselected|error).* in [\d.
 class Run:
     """The result of a run of pytest."""
 
-    code: int | None
-    """Its exit code; None: it did not end in time."""
+    code: int | None  # its exit code; None: it did not end in time
     seconds: float
     output: str
 
     @property
     def failed(self) -> bool:
-        """True if a test failed, did not end, or ended the process."""
         return self.code is None or self.code == 1 or self.code < 0
 
     @property

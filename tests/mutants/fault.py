@@ -1,16 +1,11 @@
 """Faults: one small change of a source file each, and the tests that must fail with it."""
 
-from __future__ import annotations
-
 import os
 import tomllib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 LIST = Path(__file__).with_name("faults.toml")
 
@@ -21,18 +16,12 @@ class FaultError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One change of a source file."""
-
     name: str
-    file: str
-    """Relative to the root of the checkout."""
-    fault: str
-    """The wrong behavior, in one line."""
-    old: str
-    """A piece of the file's text; it occurs once."""
+    file: str  # relative to the root of the checkout
+    fault: str  # the wrong behavior, in one line
+    old: str  # a piece of the file's text; it occurs once
     new: str
-    tests: tuple[str, ...]
-    """Files and node ids of the ordinary suite, at least one of which must fail."""
+    tests: tuple[str, ...]  # files and node ids of the ordinary suite, at least one of which must fail
 
     def check(self, root: Path) -> None:
         """Raise FaultError if the fault or its tests do not fit a checkout."""
@@ -71,7 +60,7 @@ def read_faults(only: Sequence[str] = ()) -> list[Fault]:
     if wrong := {name for name in names if names.count(name) > 1}:
         raise FaultError(f"two faults are named {min(wrong)!r}: rename one")
     if wrong := {*only} - {*names}:
-        raise FaultError(f"no fault is named {min(wrong)!r}: --list prints the names")
+        raise FaultError(f"no fault is named {min(wrong)!r}: faults.toml has the names")
     return [one for one in faults if not only or one.name in only]
 
 

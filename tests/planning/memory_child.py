@@ -1,7 +1,5 @@
 """A training in a process with a memory limit of its initial memory plus the budgets: prints the passes trained."""
 
-from __future__ import annotations
-
 import resource
 import sys
 from pathlib import Path
@@ -23,7 +21,6 @@ def data_bytes() -> int:
 
 
 def train(path: Path, dataset: tc.PassDataset, host_bytes: int, passes: int, order_seed: int | None) -> int:
-    """Train ``passes`` passes, a batch each; return how many were trained."""
     done, rows = 0, tc.EmbeddingCollection(dataset.schema)
     with tc.TierCache(
         path, dataset, model=rows, device_budget=DEVICE_BYTES, host_budget=host_bytes, order_seed=order_seed,

@@ -1,9 +1,8 @@
 """The capacity curve and plans match the training's plan and measurements."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,13 +13,8 @@ from tiercache.planning.capacity import Capacity
 from tiercache.planning.plan_file import Rates, TrainingPlan
 from tiercache.planning.reuse import Reuse
 from tiercache.planning.row_offsets import RowOffsets
-from tiercache.planning.schedule import Schedule
+from tiercache.planning.schedule import OrderRule, Schedule
 from tiercache.store.table import group_tables
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiercache.planning.schedule import OrderRule
 
 CASE = Case(
     tables=(table("a", 16), table("b", 64, tc.optim.Adam(learning_rate=0.01))), specs=SPECS,
@@ -31,7 +25,6 @@ RATES = Rates(read=1e9, write=5e8, copy=5e9, link=5e9, commit_seconds=0.001, sam
 
 
 def capacity_of(data: tc.PassDataset, order: OrderRule = None, rates: Rates = RATES) -> Capacity:
-    """Analyze a dataset."""
     positions = RowOffsets.of(data, group_tables(data.tables))
     schedule = Schedule(num_passes=len(data), dataset_digest=data.digest, order=order)
     return Capacity(Reuse.of(schedule, positions, positions.keys_of(data)), [p.samples for p in data], rates)
@@ -39,7 +32,6 @@ def capacity_of(data: tc.PassDataset, order: OrderRule = None, rates: Rates = RA
 
 @pytest.mark.parametrize(("order", "commit_every"), [(None, 1), ((3, 1, 0, 2, *range(4, 12)), 3)])
 def test_every_point_of_the_curve_is_what_training_plans(tmp_path: Path, order: OrderRule, commit_every: int) -> None:
-    """For each host budget, from the least that trains to one that holds everything: pass by pass, to the byte."""
     data = CASE.cut(tmp_path / "d")
     capacity = capacity_of(data, order)
     points = capacity.curve(1 << 30)
@@ -91,7 +83,6 @@ def test_memory_takes_the_least_memory_and_speed_the_least_time_to_the_same_bits
 
 
 def test_commits_are_further_apart_where_writes_bound_the_training(tmp_path: Path) -> None:
-    """Otherwise as often as possible; never if the user sets the interval."""
     data = CASE.cut(tmp_path / "d")
     slow = capacity_of(data, rates=RATES.model_copy(update={"write": 1e6, "samples": None}))
     points = slow.curve(1 << 30)
@@ -102,9 +93,7 @@ def test_commits_are_further_apart_where_writes_bound_the_training(tmp_path: Pat
 
 
 @pytest.mark.parametrize("commit_every", [1, 4])
-def test_a_plan_keeps_its_store_budget_and_commits_as_far_apart_as_that_allows(
-    tmp_path: Path, commit_every: int
-) -> None:
+def test_a_plan_keeps_its_store_budget_with_commits_as_far_apart_as_it_can(tmp_path: Path, commit_every: int) -> None:
     """The smallest one is that of the training. With a byte less commits are closer, or nothing is planned."""
     data = CASE.cut(tmp_path / "d")
     slow = capacity_of(data, rates=RATES.model_copy(update={"write": 1e6, "samples": None}))
@@ -143,7 +132,6 @@ def test_a_plan_keeps_its_store_budget_and_commits_as_far_apart_as_that_allows(
     ],
 )
 def test_a_plan_that_was_edited_badly_is_refused_with_the_key(tmp_path: Path, old: str, new: str, words: str) -> None:
-    """Before a store is made."""
     data = CASE.cut(tmp_path / "d")
     capacity = capacity_of(data)
     text = capacity.plan(capacity.at(capacity.least()), optimize="memory", device_budget=DEVICE).to_toml()
@@ -159,7 +147,6 @@ def test_a_plan_that_was_edited_badly_is_refused_with_the_key(tmp_path: Path, ol
     [({"device": 4096}, "the passes need .* on the device"), ({"host": 4096}, "raise host_budget to")],
 )
 def test_budgets_that_were_edited_to_too_little_are_refused(tmp_path: Path, edited: dict[str, Any], words: str) -> None:
-    """With the numbers; and an argument overrides the plan."""
     data = CASE.cut(tmp_path / "d")
     capacity = capacity_of(data)
     plan = capacity.plan(capacity.at(capacity.least()), optimize="memory", device_budget=DEVICE)

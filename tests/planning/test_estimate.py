@@ -1,10 +1,6 @@
 """Estimates agree with the planner for the same numbers, and with a real dataset and its store."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +9,7 @@ import numpy as np
 import pytest
 
 import tiercache as tc
+from tests.apart import ran
 from tests.train.cases import Case, Spec, table, tiered, train
 from tiercache.errors import BudgetError
 from tiercache.planning.capacity import Capacity
@@ -35,7 +32,6 @@ KEYS = {"a": 1.0, "b": 2.5, "c": 1.0, "d": 0.5}
 
 
 def model_of(commit_every: int = 1, **cut: Any) -> Model:
-    """Return the model of four tables."""
     work = Workload(TABLES, ROWS, KEYS, 5_000_000, 0)
     options: dict[str, Any] = {"device_budget": None, "unique_per_pass": None, "passes": None, "zipf": None}
     return Model(work, cut_passes(work, **(options | cut)), commit_every=commit_every, eval_budget=None)
@@ -46,7 +42,6 @@ def model_of(commit_every: int = 1, **cut: Any) -> Model:
 
 @pytest.mark.parametrize("exponent", [0.0, 0.7, 1.0, 1.3])
 def test_the_model_counts_the_keys_that_passes_draw(exponent: float) -> None:
-    """Unique keys, keys of all passes, and keys that the next pass needs after each distance."""
     rows, draws, passes, chance = 20_000, 8000, 6, np.random.default_rng(0)
     weights = np.arange(1, rows + 1) ** -exponent
     drawn = [np.unique(chance.choice(rows, draws, p=weights / weights.sum())) for _ in range(passes)]
@@ -64,7 +59,6 @@ def test_the_model_counts_the_keys_that_passes_draw(exponent: float) -> None:
 
 
 def test_the_model_of_many_keys_is_that_of_each_key() -> None:
-    """Similar keys are counted together, to a thousandth."""
     weights = np.arange(1, 3_000_001) ** -1.05
     weights /= weights.sum()
     for draws in (100, 1e5, 1e8):
@@ -77,10 +71,7 @@ def test_the_model_of_many_keys_is_that_of_each_key() -> None:
 
 @pytest.mark.parametrize(("commit_every", "zipf"), [(1, 1.0), (1, 0.0), (2, 0.8)])
 def test_an_estimate_is_what_the_planner_plans_for_such_passes(commit_every: int, zipf: float) -> None:
-    """The least host memory to the byte; reads at each host budget within 8 percent of the bytes of an epoch's rows.
-
-    The second epoch, for which the planner plans, still has memory that the first left, and the sixth has none.
-    """
+    """The second epoch, for which the planner plans, has memory that the first left, and the sixth has none."""
     model = model_of(commit_every, passes=12, zipf=zipf)
     schedule = Schedule(num_passes=12, dataset_digest="")
     positions = RowOffsets(model.groups, np.array(model.positions.starts_PT))
@@ -118,8 +109,7 @@ CASES = [
         num_samples=20_000, pass_rows=2500, num_keys=100_000, batch=500, epochs=2,
     ),
 ]  # fmt: skip
-TOLERANCE = 0.15
-"""Tolerance of an estimate for a dataset whose keys do not follow Zipf's law."""
+TOLERANCE = 0.15  # tolerance of an estimate for a dataset whose keys do not follow Zipf's law
 
 
 @pytest.mark.sampled(1)
@@ -182,7 +172,6 @@ ONE = {"tables": TABLES[:1], "rows": 1e5, "samples": 1e6, "disk_gbps": 1}
 
 
 def test_the_host_figure_says_what_limits_it() -> None:
-    """A minimum that exceeds the free memory caches nothing."""
     for rows, passes, words in (
         (1e6, 50, "enough for all rows, at most 70% of free memory"),
         (1e11, 5000, "the minimum: it caches 0"),
@@ -227,13 +216,11 @@ def test_the_host_figure_says_what_limits_it() -> None:
     ],
 )  # fmt: skip
 def test_numbers_that_make_no_sense_are_refused(options: dict[str, Any], kind: type[Exception], words: str) -> None:
-    """With the found value, the expected one and the remedy."""
     with pytest.raises(kind, match=words):
         tc.estimate(**(ONE | options))
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    """Counts of pandas and NumPy are; the estimate is that of Python's numbers, as JSON too."""
     options: dict[str, Any] = {
         "rows": 1e5, "samples": 1e6, "keys_per_sample": 2, "zipf": 0.5, "passes": 10, "epochs": 2, "disk_gbps": 1,
         "link_gbps": 2, "samples_per_second": 1e4,
@@ -247,7 +234,6 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 def test_what_this_machine_lacks_is_said() -> None:
-    """Memory and disk; and the assumptions."""
     found = tc.estimate(TABLES[:1], 1e10, samples=1e11, passes=200, zipf=0.5, disk_gbps=2)
     assert any("exceed" in one and "of this machine: use a smaller device_budget" in one for one in found.warnings)
     assert any("that are free at" in one and "use another disk" in one for one in found.warnings)
@@ -271,9 +257,8 @@ def test_rows_on_the_device_take_host_memory_if_the_device_is_this_cpu() -> None
 
 
 def test_an_estimate_imports_no_torch() -> None:
-    """So it answers in a second or two."""
     code = (
         "import sys; import tiercache as tc; tc.estimate([tc.Table(name='a')], 1e5, samples=1e6, disk_gbps=1);"
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert ran(code).returncode == 0

@@ -1,24 +1,20 @@
 """Planning many passes takes memory from the host budget, and the whole process stays within it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import tiercache as tc
+from tests.files import files_of
 from tests.planning.memory_child import DEVICE_BYTES, TABLES
 from tiercache.dist.budget_checks import plans_of
 from tiercache.errors import BudgetError
 from tiercache.planning.budgets import _PAGE_RECORD_BYTES, _RANGE_BYTES, _RANGE_TABLE_BYTES, Budgets
 from tiercache.store import MemoryEngine
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PASSES, KEYS, UNIVERSE = 200, 70, 7000
 
@@ -32,15 +28,15 @@ def test_a_process_stays_within_the_smallest_budget_for_many_passes(tmp_path: Pa
         tc.write_key_sets(
             tmp_path / name, TABLES, ({"a": rng.choice(UNIVERSE, KEYS, replace=False)} for _ in range(count))
         )
-    before = contents(tmp_path)
+    before = files_of(tmp_path)
     smallest = refused(tmp_path, 1, order_seed)
     assert refused(tmp_path, 9 * smallest // 10, order_seed) == smallest
-    assert contents(tmp_path) == before
+    assert files_of(tmp_path) == before
     with tc.Store.open(tmp_path / "given.tc", tables=TABLES) as store:
-        before = contents(tmp_path)
+        before = files_of(tmp_path)
         assert refused(tmp_path, 9 * smallest // 10, order_seed, store=store) == smallest
         assert store.commit is None
-        assert contents(tmp_path) == before
+        assert files_of(tmp_path) == before
     passes = str(PASSES + 20)
     options = [] if order_seed is None else [str(order_seed)]
     child = subprocess.run(
@@ -74,8 +70,3 @@ def refused(folder: Path, host_bytes: int, order_seed: int | None, store: tc.Sto
     found = re.search(r"raise host_budget to (\d+) bytes", str(caught.value))
     assert found is not None
     return int(found[1])
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Return all files below a folder."""
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

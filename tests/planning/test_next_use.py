@@ -1,7 +1,5 @@
 """Next and last use of every key, against the slow obvious way."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,24 +15,22 @@ KEYS = st.sets(st.integers(-(2**63) + 2, 2**63 - 1), max_size=12) | st.sets(st.i
 
 
 def obvious_gap(schedule: Schedule, keys: list[set[int]], pass_index: int, key: int, step: int) -> int:
-    """Walk from pass to pass until the key is met again."""
     other = pass_index + step
     while key not in keys[int(schedule.order_of(other // schedule.num_passes)[other % schedule.num_passes])]:
         other += step
     return abs(other - pass_index)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(KEYS, min_size=1, max_size=6),
     st.sampled_from([None, 0, 5]),
     st.integers(0, 3),
     st.sampled_from([1, 3, 1 << 20]),
 )  # fmt: skip
-def test_gaps_are_those_of_walking_the_schedule(
+def test_gaps_are_those_of_a_walk(
     keys: list[set[int]], order_seed: int | None, epoch: int, keys_per_range: int
 ) -> None:
-    """For any passes, order, epoch and size of hash ranges."""
     groups = group_tables([table("a", 4)])
     table_id = groups[0].tables[0].table_id
     arrays = []

@@ -1,10 +1,9 @@
 """Orders of sub-datasets: by overlap fewer rows move, with the bits of the same order in memory."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,13 +26,8 @@ from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.errors import DatasetError
 from tiercache.planning.reuse import Reuse
 from tiercache.planning.row_offsets import RowOffsets
-from tiercache.planning.schedule import Schedule, order_rule, overlap_order, shared_bytes
+from tiercache.planning.schedule import OrderRule, Schedule, order_rule, overlap_order, shared_bytes
 from tiercache.store.table import group_tables
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiercache.planning.schedule import OrderRule
 
 ONE = Case(tables=(table("a", 4),), specs=(SPECS[0],), batch=4, epochs=2)
 
@@ -50,7 +44,6 @@ def chained(folder: Path, order: list[int]) -> tc.PassDataset:
 
 
 def kept_bytes(data: tc.PassDataset, order: OrderRule) -> int:
-    """Return the bytes that stay on the device in an epoch of an order."""
     positions = RowOffsets.of(data, group_tables(data.tables))
     schedule = Schedule(num_passes=len(data), dataset_digest=data.digest, order=order)
     return Reuse.of(schedule, positions, positions.keys_of(data)).kept_bytes
@@ -65,7 +58,6 @@ def test_the_order_by_overlap_is_the_best_of_all_orders_of_a_ring(tmp_path: Path
 
 
 def test_shared_bytes_are_those_of_set_intersections(tmp_path: Path) -> None:
-    """For two tables with different row sizes; and a sample of the keys has a part of it."""
     data = Case(tables=(table("a", 4), table("b", 8)), specs=SPECS).cut(tmp_path / "d")
     positions = RowOffsets.of(data, group_tables(data.tables))
     shared = shared_bytes(positions, positions.keys_of(data))
@@ -87,7 +79,6 @@ def test_the_own_order_stays_where_no_other_shares_more(tmp_path: Path) -> None:
 
 
 def test_training_in_an_order_has_the_bits_of_that_order_in_memory_and_moves_fewer_rows(tmp_path: Path) -> None:
-    """Rows read and written are the planned ones; passes report their sub-datasets."""
     data = chained(tmp_path / "d", [0, 2, 4, 1, 3])
     rows = {}
     for order in (None, "overlap"):
@@ -103,7 +94,6 @@ def test_training_in_an_order_has_the_bits_of_that_order_in_memory_and_moves_few
 
 
 def test_a_training_goes_on_in_its_order_and_another_is_refused_or_reorganized(tmp_path: Path) -> None:
-    """An order is part of the schedule: reorganize=False names both."""
     data = chained(tmp_path / "d", [0, 2, 4, 1, 3])
     path, halves = tmp_path / "s", replace(ONE, epochs=1)
 
@@ -129,7 +119,6 @@ def test_a_training_goes_on_in_its_order_and_another_is_refused_or_reorganized(t
     ],
 )
 def test_an_order_that_is_none_is_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    """Before a store is made."""
     data = chained(tmp_path / "d", [0, 1, 2])
     with pytest.raises(ValueError, match=words):
         tc.TierCache(tmp_path / "s", data, device_budget="1MiB", host_budget="64MiB", **options)

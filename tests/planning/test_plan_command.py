@@ -1,45 +1,28 @@
 """``tiercache plan`` and the dataset half of ``tiercache info``: their files and output."""
 
-from __future__ import annotations
-
-import json
 import re
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import tiercache as tc
-from tests.cli.command import error_of, run, told
+from tests.cli.command import error_of, invoke, run, told
 from tests.planning.test_capacity import CASE
-from tiercache.cli import app
 from tiercache.planning.plan_file import Rates, TrainingPlan
 from tiercache.rows import transfer_rates
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the tests' rates out of the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def planned(*arguments: str) -> str:
-    """Run the command."""
-    done = CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.stdout
-
-
 def test_a_plan_that_the_command_wrote_trains(tmp_path: Path) -> None:
-    """Its budgets equal the training's, and the JSON has the plan of the file."""
     data, path, store = CASE.cut(tmp_path / "d"), tmp_path / "plan.toml", tmp_path / "s"
-    options = ["--store", str(store), "-o", str(path), "--samples-per-second", "1e5", "--order", "overlap"]
-    record = json.loads(planned(str(data.path), *options, "--optimize", "memory", "--json"))
+    options = ["--store", store, "-o", path, "--samples-per-second", "1e5", "--order", "overlap"]
+    record = told("plan", data.path, *options, "--optimize", "memory")
     plan = TrainingPlan.from_toml(path.read_text(), "it")
     assert plan.model_dump(mode="json", exclude={"machine", "passes"}, by_alias=True) == {
         key: value for key, value in record["plan"].items() if key not in {"machine", "passes"}
@@ -56,13 +39,12 @@ def test_a_trial_says_how_fast_a_model_trains_and_leaves_nothing(tmp_path: Path)
     """Compute then bounds the passes, and the folder of the store is unchanged."""
     data = CASE.cut(tmp_path / "d")
     (tmp_path / "disk").mkdir()
-    record = json.loads(planned(str(data.path), "--store", str(tmp_path / "disk" / "s"), "--trial", "--json"))
+    record = told("plan", data.path, "--store", tmp_path / "disk" / "s", "--trial")
     assert record["plan"]["machine"]["samples"] > 0
     assert not list((tmp_path / "disk").iterdir())
 
 
 def test_rates_are_measured_once_for_a_disk_and_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request measures again, and a damaged file of rates is replaced."""
     measured: list[str] = []
     rates = Rates(read=1, write=2, copy=3, link=4, commit_seconds=0.5)
 
@@ -81,14 +63,12 @@ def test_rates_are_measured_once_for_a_disk_and_a_device(tmp_path: Path, monkeyp
 
 
 def test_a_disk_is_measured_with_a_file_that_goes(tmp_path: Path) -> None:
-    """Every rate is a positive number."""
     found = transfer_rates.measure(tmp_path, "cpu")
     assert min(found.read, found.write, found.copy_, found.link, found.commit_seconds) > 0
     assert not list(tmp_path.iterdir())
 
 
 def test_the_info_of_a_dataset_has_its_sizes_and_what_host_memory_buys(tmp_path: Path) -> None:
-    """The output is JSON for programs, tables for people, and a picture."""
     data = CASE.cut(tmp_path / "d")
     record = told("info", data.path, "--curve")
     assert record["samples"] == 3000
@@ -102,7 +82,6 @@ def test_the_info_of_a_dataset_has_its_sizes_and_what_host_memory_buys(tmp_path:
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is printed."""
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     data = CASE.cut(tmp_path / "d")
     assert "pip install 'tiercache-embeddings[plots]'" in error_of("info", data.path, "--plot", tmp_path / "plot.png")
@@ -119,9 +98,8 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypa
     ],
 )
 def test_what_cannot_be_planned_is_refused(tmp_path: Path, options: list[str], words: str) -> None:
-    """With the training's messages, and no file is written."""
     data, path = CASE.cut(tmp_path / "d"), tmp_path / "plan.toml"
-    done = CliRunner().invoke(app, ["plan", str(data.path), "-o", str(path), *options])
+    done = invoke("plan", data.path, "-o", path, *options)
     assert done.exit_code == 1
     assert re.search(words, done.output)
     assert not path.exists()
@@ -132,8 +110,8 @@ def test_first_uses_of_a_checkpoint_are_planned_apart(tmp_path: Path) -> None:
     from tests.train.test_checkpoint_rows import prepared, train
 
     data = prepared(tmp_path)
-    curve, record = (json.loads(planned(str(data.path), "--json"))[name] for name in ("curve", "checkpoint"))
-    shown = json.loads(CliRunner().invoke(app, ["info", str(data.path), "--curve", "--json"]).stdout)
+    curve, record = (told("plan", data.path)[name] for name in ("curve", "checkpoint"))
+    shown = told("info", data.path, "--curve")
     assert [one["host_bytes"] for one in shown["curve"]] == [one["host_bytes"] for one in curve]
     _, reports, _ = train(data, tmp_path / "store")
     read = [report for report in reports if report.checkpoint_rows]
@@ -141,9 +119,9 @@ def test_first_uses_of_a_checkpoint_are_planned_apart(tmp_path: Path) -> None:
     for one, report in zip(record, read, strict=True):
         assert 0 < report.checkpoint_bytes <= one["bytes"]
         assert one["how"] == "in order"
-    assert "start from checkpoints in 4 passes that read in order: at most" in " ".join(planned(str(data.path)).split())
+    assert "start from checkpoints in 4 passes that read in order: at most" in " ".join(run("plan", data.path).split())
     (table,), new = data.tables, tmp_path / "moved.safetensors"
     (tmp_path / "model.safetensors").rename(new)
     with tc.Store.open(tmp_path / "store") as store:
         tc.store.alter(store, [replace(table, initializer=replace(table.initializer, path=str(new)))])
-    assert json.loads(planned(str(data.path), "--store", str(tmp_path / "store"), "--json"))["checkpoint"] == record
+    assert told("plan", data.path, "--store", tmp_path / "store")["checkpoint"] == record

@@ -1,7 +1,5 @@
 """The predicted maximum of rows that a reorganization moves is never exceeded."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,14 +21,13 @@ def plan_of(store: Store, world: World) -> ReorganizePlan:
     return ReorganizePlan.of(store.groups, store.history, used, base_layout, present=None, use_bytes=0)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 99),
     days=st.lists(st.tuples(st.integers(0, 99), st.integers(1, 3), st.integers(1, 12)), min_size=1, max_size=4),
     most=st.sampled_from([1, 256]),
 )
 def test_no_more_rows_move_than_were_said(seed: int, days: list[tuple[int, int, int]], most: int) -> None:
-    """Day after day, for reused, new and unused keys: rows in their new order, and the blocks they take."""
     world = World(small_tables(), seed=seed, keys_per_pass=9, universe=40, page_rows=3, block_rows=7)
     with pytest.MonkeyPatch.context() as patch, Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         patch.setattr(compaction_plan, "MOST_RETAINED", most)
@@ -47,7 +44,6 @@ def test_no_more_rows_move_than_were_said(seed: int, days: list[tuple[int, int, 
 
 
 def test_a_budget_that_is_met_says_nothing() -> None:
-    """One byte less is refused with the sum and its parts; the larger phase counts."""
     plan = ReorganizePlan(present=1 << 20, sorting=1 << 12, ordered=1 << 14, segment=1 << 13, other=1 << 11)
     assert plan.needed == (1 << 20) + (1 << 14) + (1 << 13) + (1 << 11)
     plan.check(plan.needed)

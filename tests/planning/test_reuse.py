@@ -1,9 +1,7 @@
 """Reuse from one sweep of all keys equals the counts of sets and counters."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,13 +10,8 @@ from tests.train.cases import SPECS, Case, table
 from tiercache.planning.next_use import find_next_uses
 from tiercache.planning.reuse import Reuse, ReuseCounts
 from tiercache.planning.row_offsets import RowOffsets
-from tiercache.planning.schedule import Schedule
+from tiercache.planning.schedule import OrderRule, Schedule
 from tiercache.store.table import group_tables
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiercache.planning.schedule import OrderRule
 
 CASE = Case(tables=(table("a", 4), table("b", 8)), specs=SPECS, num_samples=500, pass_rows=100)
 
@@ -26,7 +19,6 @@ CASE = Case(tables=(table("a", 4), table("b", 8)), specs=SPECS, num_samples=500,
 @pytest.mark.parametrize("order", [None, (2, 0, 4, 1, 3)])
 @pytest.mark.parametrize("keys_per_range", [7, 1 << 20])
 def test_reuse_is_that_of_sets(tmp_path: Path, order: OrderRule, keys_per_range: int) -> None:
-    """Keys, numbers of passes with each, distances, neighbors' rows and the share of the most frequent."""
     data = CASE.cut(tmp_path / "d")
     positions = RowOffsets.of(data, group_tables(data.tables))
     schedule = Schedule(num_passes=5, dataset_digest="d", order=order)

@@ -1,7 +1,5 @@
 """The schedule: cyclic or seeded orders, and a digest that only dataset and order decide."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +9,6 @@ from tiercache.planning.schedule import Schedule
 
 
 def test_without_a_seed_every_epoch_goes_through_the_passes_in_their_order() -> None:
-    """Pass 7 of 3 sub-datasets is sub-dataset 1 of epoch 2."""
     schedule = Schedule(num_passes=3, dataset_digest="d")
     assert [schedule.sub_dataset_of(v) for v in range(8)] == [0, 1, 2, 0, 1, 2, 0, 1]
     assert schedule.epoch_of(7) == 2
@@ -19,7 +16,6 @@ def test_without_a_seed_every_epoch_goes_through_the_passes_in_their_order() -> 
 
 @given(st.integers(1, 50), st.integers(0, 2**64 - 1), st.integers(-2, 100))
 def test_a_seeded_order_has_every_pass_once_in_each_epoch(num_passes: int, seed: int, epoch: int) -> None:
-    """An epoch's order is a permutation, and always the same."""
     schedule = Schedule(num_passes=num_passes, dataset_digest="d", order=seed)
     order = schedule.order_of(epoch)
     assert sorted(order) == list(range(num_passes))
@@ -27,7 +23,7 @@ def test_a_seeded_order_has_every_pass_once_in_each_epoch(num_passes: int, seed:
 
 
 @given(st.integers(1, 8), st.none() | st.integers(0, 99), st.integers(0, 5), st.data())
-def test_what_is_left_is_the_sum_over_all_passes_to_come(
+def test_what_is_left_is_the_sum_of_passes(
     num_passes: int, order_seed: int | None, epochs: int, data: st.DataObject
 ) -> None:
     """From any pass; and for more epochs than can be visited one by one."""
@@ -41,14 +37,12 @@ def test_what_is_left_is_the_sum_over_all_passes_to_come(
 
 
 def test_seeded_orders_differ_between_epochs_and_seeds() -> None:
-    """20 passes: no two of ten epochs, and no two of ten seeds, have one order."""
     schedules = [Schedule(num_passes=20, dataset_digest="d", order=seed) for seed in range(10)]
     orders = {tuple(schedule.order_of(epoch)) for schedule in schedules for epoch in range(10)}
     assert len(orders) == 100
 
 
 def test_the_digest_changes_with_dataset_and_order_only() -> None:
-    """Two equal schedules have one digest, others another."""
     one = Schedule(num_passes=3, dataset_digest="d")
     assert one.digest == Schedule(num_passes=3, dataset_digest="d").digest
     assert one.digest != Schedule(num_passes=3, dataset_digest="e").digest
@@ -56,6 +50,5 @@ def test_the_digest_changes_with_dataset_and_order_only() -> None:
 
 
 def test_a_schedule_of_no_passes_is_refused() -> None:
-    """The message says what to do."""
     with pytest.raises(ValueError, match="extract some data first"):
         Schedule(num_passes=0, dataset_digest="d")

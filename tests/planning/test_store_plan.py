@@ -1,7 +1,5 @@
 """The bytes of a store at its fullest, against counting blocks one by one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -25,12 +23,11 @@ NOTHING = History()
 
 
 def layout_of(pass_index: int, counts: list[int], block_rows: int) -> SegmentLayout:
-    """Return a dump with ``counts`` rows for each later pass."""
     ranges = tuple(Range(next_use=pass_index + distance, table_rows=(n,)) for distance, n in enumerate(counts, 1) if n)
     return SegmentLayout.of(row_bytes=32, page_rows=2, block_bytes=32 * block_rows, ranges=ranges)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     counts=st.integers(1, 5).flatmap(
         lambda n: st.lists(st.lists(st.integers(0, 9), min_size=n, max_size=n), min_size=n, max_size=n)
@@ -80,7 +77,6 @@ def test_passes_beside_the_live_rows_follow_from_the_commits(commits: int, commi
 
 @pytest.mark.parametrize(("dim", "rows"), [(1, 200_000), (64, 30_000), (8, 12)])
 def test_metadata_of_a_dump_takes_what_is_planned_for_it(dim: int, rows: int) -> None:
-    """And hardly less: for narrow rows it is a tenth."""
     table = Table(name="t", dim=dim, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())
     ranges = [Range(next_use=use, table_rows=(rows // 4,)) for use in range(1, 5)]
     layout = SegmentLayout.of(ranges, row_bytes=table.row_bytes, page_rows=100, block_bytes=200 * table.row_bytes)
@@ -114,7 +110,6 @@ def test_last_changes_of_rows_that_were_moved_are_counted() -> None:
 
 
 def test_a_budget_that_is_met_says_nothing() -> None:
-    """One byte less is refused with the sum and its parts."""
     plan = StorePlan(
         live=1 << 20, largest_pass=1 << 19, num_passes=2, state=1 << 10, schedule=1 << 11, metadata=1 << 12
     )

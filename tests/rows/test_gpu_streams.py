@@ -1,12 +1,12 @@
 """A training's use of a GPU besides kernels, with stand-ins for the streams and devices of torch and of CuPy."""
 
-from __future__ import annotations
-
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,27 +21,18 @@ from tiercache.rows.backends.cuda_runtime import CudaRuntime
 from tiercache.train import dense_state
 from tiercache.train.dense_state import DenseState
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 
 class Stream:
-    """Records its calls."""
-
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 
-    def wait_stream(self, other: Stream) -> None:
-        """Record it."""
+    def wait_stream(self, other: "Stream") -> None:
         self.log.append(f"{self.name} waits for {other.name}")
 
     def wait_event(self, event: Any) -> None:
-        """Record it."""
         self.log.append(f"{self.name} waits for {event}")
 
     def record_event(self) -> Any:
-        """Return a recorded event."""
         event: Any = torch.cuda.Event()
         event.record(self)
         return event
@@ -49,7 +40,6 @@ class Stream:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replace torch's streams and events by stand-ins; return what they record."""
     log: list[str] = []
     training, names = Stream("training", log), iter(("dumps", "loads", "uploads", "exchanges"))
 
@@ -87,12 +77,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def kept_in(log: list[str]) -> Any:
-    """Return a tensor that records the streams for which its memory is kept."""
     return SimpleNamespace(record_stream=lambda stream: log.append(f"kept for {stream.name}"))
 
 
 def gpu_1() -> CudaRuntime:
-    """Return GPU 1, without kernels."""
     kernels = SimpleNamespace(prepare=None, pin=None, unpin=None, stream=None)
     return CudaRuntime(kernels, 1)  # type: ignore[arg-type]
 
@@ -192,24 +180,27 @@ def test_exchanges_go_beside_the_steps_behind_them_and_not_beside_those_before(l
     ]  # fmt: skip
 
 
-def device_with(runtime: Any) -> CudaDevice:
-    """Return a device over a CuPy that has only a runtime."""
-    device = CudaDevice.__new__(CudaDevice)
-    device._cupy, device._device = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), nullcontext()
-    device._host = SimpleNamespace(within=nullcontext)  # type: ignore[assignment]
-    return device
-
-
-def test_host_memory_that_cannot_be_pinned_or_reached_is_told() -> None:
-    """Registered as mapped and for all threads; a system limit and another address raise errors."""
-    calls: list[tuple[Any, ...]] = []
-    runtime = SimpleNamespace(
+def runtime_of(calls: list[Any]) -> Any:
+    """Return a runtime of CuPy that has only memory to lock."""
+    return SimpleNamespace(
         CUDARuntimeError=OSError,
         hostRegister=lambda *arguments: calls.append(("register", *arguments)),
         hostUnregister=lambda *arguments: calls.append(("unregister", *arguments)),
         pointerGetAttributes=lambda address: SimpleNamespace(devicePointer=address),
     )
-    device = device_with(runtime)
+
+
+def device_with(runtime: Any, within: Any = nullcontext) -> CudaDevice:
+    """Return a device over a CuPy that has only a runtime."""
+    device = CudaDevice.__new__(CudaDevice)
+    device._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    device._host = SimpleNamespace(within=within, stream=lambda: 0)  # type: ignore[assignment]
+    return device
+
+
+def test_host_memory_that_cannot_be_pinned_or_reached_is_told() -> None:
+    calls: list[tuple[Any, ...]] = []
+    device = device_with(runtime := runtime_of(calls))
     device.pin(4096, 8192)
     device.unpin(4096)
     assert calls == [("register", 4096, 8192, 3), ("unregister", 4096)]
@@ -245,13 +236,11 @@ class Machine:
         return self.current if target is None else target
 
     def set_device(self, index: int) -> None:
-        """Like ``cudaSetDevice``, create a context."""
         self.contexts.add(index)
         self._thread.current, self._thread.target = index, None
 
     @contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
-        """Like ``torch.cuda.device``."""
         before, self._thread.target = self.torchs, None
         if device.index != self.current:
             self.set_device(device.index)
@@ -263,7 +252,6 @@ class Machine:
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        """Like ``torch.cuda.stream``."""
         before = self.torchs
         if stream.device != before:
             self.set_device(stream.device)
@@ -274,7 +262,6 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Replace torch's devices and streams by stand-ins."""
     machine = Machine()
 
     def stream(device: torch.device, priority: int = 0) -> Any:
@@ -289,34 +276,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-def kernels_of(machine: Machine, index: int) -> CudaDevice:
-    """Return a launcher for a GPU, over a CuPy that has devices, memory to lock and one kernel."""
-    runtime = SimpleNamespace(
-        CUDARuntimeError=OSError, hostRegister=lambda *_: None, hostUnregister=lambda *_: None,
-        pointerGetAttributes=lambda address: SimpleNamespace(devicePointer=address),
-    )  # fmt: skip
-    kernels = CudaDevice.__new__(CudaDevice)
-    kernels._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
-    within = partial(machine.device, torch.device("cuda", index))
-    kernels._host = SimpleNamespace(within=within, stream=lambda: 0)
+def kernels_of(machine: Machine, index: int, launched: list[int]) -> CudaDevice:
+    """Return a launcher for a GPU, of one kernel, which records the current GPU."""
+    kernels = device_with(runtime_of([]), partial(machine.device, torch.device("cuda", index)))
     kernels.stream, kernels._streams, kernels.num_sms = kernels._host.stream, {0: None}, 1
     kernels._functions = {"rows.pack": lambda *_, **__: launched.append(machine.current)}
     return kernels
-
-
-launched: list[int] = []
-
-
-def use(gpu: CudaRuntime) -> None:
-    """Use all streams like a training."""
-    launched.clear()
-    gpu.kernels.launch("rows.pack", 1, ())
-    for inside in (gpu.dumping, gpu.loading, gpu.searching, gpu.uploading):
-        with inside():
-            gpu.kernels.launch("rows.pack", 1, ())
-    gpu.kernels.pin(4096, 4096)
-    gpu.kernels.unpin(4096)
-    assert launched == [1] * 5
 
 
 @pytest.mark.parametrize("others", [set(), {0}])
@@ -324,7 +289,15 @@ def test_a_training_on_gpu_1_makes_no_context_on_gpu_0(machine: Machine, others:
     """The user's thread is on GPU 0 before and after, for CUDA too if the user has a context there."""
     for index in others:
         machine.set_device(index)
-    use(CudaRuntime(kernels_of(machine, 1), 1))
+    launched = list[int]()
+    gpu = CudaRuntime(kernels_of(machine, 1, launched), 1)
+    gpu.kernels.launch("rows.pack", 1, ())
+    for inside in (gpu.dumping, gpu.loading, gpu.searching, gpu.uploading):
+        with inside():
+            gpu.kernels.launch("rows.pack", 1, ())
+    gpu.kernels.pin(4096, 4096)
+    gpu.kernels.unpin(4096)
+    assert launched == [1] * 5
     assert (machine.contexts, machine.torchs) == (others | {1}, 0)
     assert machine.current == (0 if others else 1)
 

@@ -1,19 +1,21 @@
 """Work during training that leaves only row moves to a switch, and its failures."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.train.cases import (
     Case,
+    Net,
     Spec,
     assert_bits_of_memory,
     open_store,
@@ -34,12 +36,7 @@ from tiercache.rows.packing import Packer
 from tiercache.rows.pinned import PinnedArena
 from tiercache.rows.prefetch import RowPrefetcher
 from tiercache.rows.switch import PassSwitcher
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tiercache.train.cache import TierCache
+from tiercache.train.cache import TierCache
 
 CASE = Case(
     tables=(table("a", 8), table("b", 3)), specs=(Spec(name="f", table="a"), Spec(name="g", table="b")),
@@ -54,10 +51,7 @@ STEPS = 1000.0
 
 @contextmanager
 def goes_on(folder: Path, stands: int | None = None) -> Iterator[tuple[TierCache, pytest.MonkeyPatch]]:
-    """Yield a cache to train; afterward its store is at the beginning of a pass, and another cache resumes there.
-
-    It ends with the bits of a training in memory.
-    """
+    """Yield a cache to train; then its store is between passes, and another cache ends with the bits of memory."""
     passes = CASE.cut(folder / "passes")
     with open_store(folder / "x", CASE, "lmdb") as store:
         with pytest.MonkeyPatch.context() as patch, tiered(store, passes) as cache:
@@ -100,8 +94,6 @@ def test_a_pass_that_cannot_be_planned_does_not_end_those_before_it(tmp_path: Pa
 
 
 def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(tmp_path: Path) -> None:
-    """The error message reaches the training loop; a new run resumes from the last commit with the same bits."""
-
     def refuse(_packer: Any, plan: PassPlan, *_: Any) -> None:
         if plan.pass_index == 2:
             raise MemoryError("no room for pass 2")
@@ -113,9 +105,7 @@ def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(tmp_path
 
 
 @pytest.mark.parametrize("engine", ["memory", "lmdb"])
-def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
+def test_room_that_comes_late_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     """A commit inside a pass needs none; current rows are read after it, and the switch waits for it."""
     passes, allocate = CASE.cut(tmp_path / "passes"), Packer.allocate
     wanted = [threading.Event() for _ in range(CASE.epochs * len(passes.passes))]
@@ -201,7 +191,6 @@ class QueueingBackend(Streams, CpuBackend):
         self._lock = threading.Lock()
 
     def queue(self, pass_index: int, _batch: int) -> None:
-        """Give the device steps of a pass to do."""
         with self._lock:
             self._queued.add(pass_index)
 
@@ -220,36 +209,28 @@ class QueueingBackend(Streams, CpuBackend):
         return SimpleNamespace(wait=wait)
 
     def now(self) -> float:
-        """Return the time of this thread's clock."""
         return self.seconds[threading.get_ident()]
 
     def dumped(self) -> Any:
-        """Return an event after all steps."""
         return self.reach("dumped", 1.0)
 
     def loaded(self) -> Any:
-        """Return an event after all steps."""
         return self.reach("loaded", 1.0)
 
     def trained(self) -> Any:
-        """Return an event at the last step."""
         return self.reach("trained", 0.0)
 
     def pack(self, *arguments: Any) -> None:
-        """Record it."""
         self.log.append("pack")
         super().pack(*arguments)
 
     def unpack(self, *arguments: Any) -> None:
-        """Record it."""
         self.log.append("unpack")
         super().unpack(*arguments)
 
 
 @pytest.mark.parametrize("disk", ["quick", "late"])
-def test_seconds_in_which_steps_still_run_on_the_device_are_no_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str
-) -> None:
+def test_seconds_of_running_steps_are_no_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str) -> None:
     """Neither after moved rows nor after a late disk. If everything is ready, the training thread waits for nothing."""
     passes, backend = CASE.cut(tmp_path / "passes"), QueueingBackend()
 
@@ -317,21 +298,31 @@ def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch
     assert {"MainThread", "tiercache-reader", "tiercache-writer"} <= met
 
 
+def fails(cache: TierCache, owner: type, method: str, call: int, *, drains: bool = False) -> tuple[Net, Any]:
+    """Train to an error at a call of a method; return model and optimizer."""
+    model, optimizer = registered(cache, CASE)
+    calls = count(1)
+
+    def fail(self: Any, *_: Any, **__: Any) -> None:
+        if next(calls) == call:
+            if drains:
+                self.drain()
+            raise OSError(f"no {method} today")
+
+    with pytest.MonkeyPatch.context() as patch:
+        precede(patch, owner, method, fail)
+        with pytest.raises(OSError, match=f"no {method} today"):
+            run(cache, CASE, model, optimizer)
+    optimizer.zero_grad()
+    return model, optimizer
+
+
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [
-        (Packer, "unpack"),
-        (Packer, "activate"),
-        (Packer, "lay_out_staged"),
-        (HostTier, "keep"),
-        (HostTier, "enter"),
-    ],
+    [(Packer, "unpack"), (Packer, "activate"), (Packer, "lay_out_staged"), (HostTier, "keep"), (HostTier, "enter")],
 )
-def test_a_failure_leaves_no_memory_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
-) -> None:
-    """Its message reaches the training loop, all regions are returned, and the same cache continues."""
-    passes, calls = CASE.cut(tmp_path / "passes"), list[int]()
+def test_a_failure_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
+    passes = CASE.cut(tmp_path / "passes")
     take, out = PinnedArena.take, list[int]()
 
     def taking(memory: PinnedArena, num_bytes: int) -> Any:
@@ -339,48 +330,24 @@ def test_a_failure_leaves_no_memory_behind(
         out.append(id(region))
         return region
 
-    def fail(*_: Any, **__: Any) -> None:
-        calls.append(1)
-        if len(calls) == 4:
-            raise OSError(f"no {method} today")
-
     with open_store(tmp_path / "x", CASE, "lmdb") as store:
         smallest = smallest_host_budget(store, passes)
         with tiered(store, passes, host_budget=smallest) as cache:
-            model, optimizer = registered(cache, CASE)
             monkeypatch.setattr(PinnedArena, "take", taking)
             precede(monkeypatch, PinnedArena, "give_back", lambda _, region: out.remove(id(region)))
-            precede(monkeypatch, owner, method, fail)
-            with pytest.raises(OSError, match=f"no {method} today"):
-                run(cache, CASE, model, optimizer)
+            model, optimizer = fails(cache, owner, method, 4)
             assert not out
-            monkeypatch.undo()
-            optimizer.zero_grad()
             run(cache, CASE, model, optimizer)
             assert cache.host_bytes_peak <= smallest
         assert_bits_of_memory(store, passes, model, CASE)
 
 
-@pytest.mark.parametrize("method", ["switch", "finish"])
-def test_a_pass_that_fails_while_it_ends_is_trained_again_from_the_commit_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+@pytest.mark.parametrize(("method", "call"), [("switch", 3), ("finish", 1)])
+def test_a_pass_that_fails_while_it_ends_is_trained_again(tmp_path: Path, method: str, call: int) -> None:
     """Also if that commit was durable by then, so that the newest commit is where the pass began."""
-    passes, calls = CASE.cut(tmp_path / "passes"), list[int]()
-
-    def fail(switcher: PassSwitcher, *_: Any, **__: Any) -> None:
-        calls.append(1)
-        if len(calls) == (3 if method == "switch" else 1):
-            switcher.drain()
-            raise OSError(f"no {method} today")
-
+    passes = CASE.cut(tmp_path / "passes")
     with open_store(tmp_path / "x", CASE, "lmdb") as store:
         with tiered(store, passes) as cache:
-            model, optimizer = registered(cache, CASE)
-            precede(monkeypatch, PassSwitcher, method, fail)
-            with pytest.raises(OSError, match=f"no {method} today"):
-                run(cache, CASE, model, optimizer)
-            monkeypatch.undo()
-            optimizer.zero_grad()
+            model, optimizer = fails(cache, PassSwitcher, method, call, drains=True)
             run(cache, CASE, model, optimizer)
         assert_bits_of_memory(store, passes, model, CASE)

@@ -1,46 +1,30 @@
 """A switch loads rows while others are dumped: into spare slots, or slots whose rows have left."""
 
-from __future__ import annotations
-
 import time
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.train.cases import (
-    Case,
-    Spec,
-    assert_bits_of_memory,
-    open_store,
-    registered,
-    run,
-    table,
-    tiered,
-    train,
-)
+from tests.train.cases import Case, Spec, assert_bits_of_memory, open_store, registered, run, table, tiered, train
 from tests.train.devices import DEVICES, shim
 from tests.train.shim_gpu import ShimRuntime
 from tests.train.shim_streams import Event
 from tiercache.planning.budgets import MOST_SLOTS, reserved_rows
 from tiercache.planning.row_offsets import RowOffsets
+from tiercache.reporting.report import PassReport
 from tiercache.rows import packing
 from tiercache.rows.backends.base import CompleteEvent, Streams
 from tiercache.rows.backends.cpu import CpuBackend
-from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.rows.backends.open_backend import open_backend
 from tiercache.rows.device import DeviceMemoryPlan
 from tiercache.rows.packing import Packer, PassLoad
 from tiercache.store import CorruptBlockError
 from tiercache.store.table import group_tables
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from tiercache.reporting.report import PassReport
 
 
 def arrive(_pass_index: int, _batch: int) -> None:
@@ -56,7 +40,6 @@ CASE = Case(
 
 @pytest.fixture(autouse=True)
 def _many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each launch move only a few rows."""
     monkeypatch.setattr(packing, "_TRANSFER_BYTES", 1)
 
 
@@ -82,13 +65,8 @@ def bits(
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("budget", ["64MiB", None])
 @pytest.mark.parametrize("device", [*DEVICES, "late"])
-def test_rows_that_move_in_many_parts_have_the_bits_of_a_training_in_memory(
-    tmp_path: Path, device: str, budget: str | None
-) -> None:
-    """If the next pass has more rows than the last, as many, or fewer; and if rows come as late as possible.
-
-    On a GPU with a reserve, rows move during the previous pass: at once, or late.
-    """
+def test_rows_that_move_in_many_parts_have_the_bits_of_memory(tmp_path: Path, device: str, budget: str | None) -> None:
+    """On a GPU with a reserve, rows move during the previous pass: at once, or late."""
     there = shim(late_loads=True) if device == "late" else DEVICES[device]()
     reports = bits(
         CASE, tmp_path, there, in_memory="cpu" if device == "cpu" else None, device_budget=budget, each_batch=arrive
@@ -99,25 +77,9 @@ def test_rows_that_move_in_many_parts_have_the_bits_of_a_training_in_memory(
     assert all(r.planned_equals_measured for r in reports)
 
 
-def test_a_row_that_is_loaded_into_a_slot_in_use_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more row of each group than there are free slots: the rows of the current pass have changed."""
-    load_ahead = Packer.load_ahead
-
-    def load_more(packer: Packer, load: PassLoad) -> None:
-        for assignment in load.layout.staged.assignments:
-            assignment.free = min(assignment.free + 20, assignment.load_K.size)
-        load_ahead(packer, load)
-
-    monkeypatch.setattr(Packer, "load_ahead", load_more)
-    with pytest.raises((AssertionError, CorruptBlockError)):
-        bits(CASE, tmp_path, shim(), in_memory="cpu", device_budget=None, each_batch=arrive)
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("late_loads", [True, False])
-def test_a_loop_that_is_left_while_rows_travel_ahead_goes_on_with_the_same_bits(
-    tmp_path: Path, late_loads: bool
-) -> None:
+def test_a_loop_left_while_rows_travel_ahead_goes_on_with_the_same_bits(tmp_path: Path, late_loads: bool) -> None:
     """In a pass that was committed there, and in one that was not; in another run of the cache, and another cache."""
     passes = CASE.cut(tmp_path / "passes")
     with open_store(tmp_path / "x", CASE, "memory") as store:
@@ -177,37 +139,37 @@ def test_the_reserve_takes_no_more_than_it_may(groups: list[tuple[int, int]], nu
         assert list(reserve_G) == list(rows_G)
 
 
-@pytest.mark.parametrize(("owner", "wait"), [(Packer, "_await_dump"), (Event, "wait")])
-def test_who_does_not_wait_for_what_was_begun_before_is_caught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, wait: str
-) -> None:
-    """On the shim moves are done as late as a GPU may do them, and loads before dumps unless they wait.
+def load_more(load_ahead: Any, packer: Packer, load: PassLoad) -> None:
+    """Load one more row of each group than there are free slots: the rows of the current pass have changed."""
+    for assignment in load.layout.staged.assignments:
+        assignment.free = min(assignment.free + 20, assignment.load_K.size)
+    load_ahead(packer, load)
 
-    So other bytes reach the store: if a load does not wait for rows to leave, or the writer for the pack.
-    """
-    monkeypatch.setattr(owner, wait, lambda *_: None)
+
+def wait_for_fewer(wait_event: Any, runtime: ShimRuntime, dumped: Any) -> None:
+    """Wait for all but the last of the dumps that a load waits for."""
+    dumped.end -= 1
+    wait_event(runtime, dumped)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [
+        pytest.param(Packer, "_await_dump", lambda *_: None, id="a load before rows have left"),
+        pytest.param(Event, "wait", lambda *_: None, id="a write before the pack"),
+        pytest.param(ShimRuntime, "wait_event", wait_for_fewer, id="a load that waits for one part too few"),
+        pytest.param(Packer, "load_ahead", load_more, id="a load into a slot in use"),
+    ],
+)
+def test_wrong_orders_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, wrong: Any) -> None:
+    """On the shim moves are done as late as a GPU may do them, and loads before dumps unless they wait."""
+    right = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, *arguments: wrong(right, self, *arguments))
     with pytest.raises((AssertionError, CorruptBlockError)):
-        bits(CASE, tmp_path, shim(), in_memory="cpu", device_budget=None)
-
-
-class Early(ShimRuntime):
-    """Counts a load as waiting for one dump less than it does."""
-
-    def wait_event(self, dumped: Any) -> None:
-        """Wait for all but the last dump."""
-        dumped.end -= 1
-        super().wait_event(dumped)
-
-
-def test_a_load_that_waits_for_one_part_too_few_is_caught(tmp_path: Path) -> None:
-    """So loads wait for no more than they must."""
-    with pytest.raises((AssertionError, CorruptBlockError)):
-        bits(CASE, tmp_path, CudaBackend(Early()), device_budget=None)
+        bits(CASE, tmp_path, shim(), in_memory="cpu", device_budget=None, each_batch=arrive)
 
 
 class Part(CompleteEvent):
-    """The end of a part's dump."""
-
     def __init__(self, number: int) -> None:
         self.number = number
 
@@ -227,16 +189,13 @@ class NotingBackend(Streams, CpuBackend):
         super().pack(*arguments)
 
     def dumped(self) -> Part:
-        """Return its number."""
         return Part(self.packed)
 
     def loading(self) -> AbstractContextManager[None]:
-        """Begin without anything to wait for."""
         self.begun, self.awaited = True, 0
         return super().loading()
 
     def wait_event(self, dumped: Any) -> None:
-        """Record it."""
         assert dumped.number >= self.awaited, "it already waits for more"
         self.awaited = dumped.number
 

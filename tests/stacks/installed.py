@@ -1,7 +1,5 @@
 """Imports of libraries that only `make test-stacks` installs."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,10 +8,7 @@ import pytest
 
 
 def installed(name: str) -> Any:
-    """Import a module; without it, skip the tests of the caller's file.
-
-    The root of this repository is left out: Transformers takes its folder ``kernels`` for a package.
-    """
+    """Import a module, or skip the tests; Transformers takes the folder ``kernels`` of this root for a package."""
     before, root = list(sys.path), Path(__file__).parents[2]
     sys.path[:] = [entry for entry in before if entry and Path(entry).resolve() != root]
     try:

@@ -6,8 +6,6 @@ trains two epochs into FOLDER, or goes on from its last commit. Before batch STO
 it is a rank of torchrun, and FSDP2 shards the model.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -33,12 +31,10 @@ RATE, DENSE_RATE = 100.0, 0.1
 gradients also enlarge their rounding errors, by which routers of experts choose others, and losses part.
 """
 TABLE = tc.Table(name="ngram", dim=DIM, initializer=tc.init.Normal(std=0.5), optimizer=tc.optim.SGD(learning_rate=RATE))
-PLACE = "model.layers.1.ple.ple_embedding.ngram_embedding"
-"""The table in the model."""
+PLACE = "model.layers.1.ple.ple_embedding.ngram_embedding"  # the table in the model
 
 
 def config_of(**changes: Any) -> Any:
-    """Return the configuration of a tiny backbone."""
     from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 
     return Qwen4ExpTextConfig(
@@ -56,13 +52,11 @@ def config_of(**changes: Any) -> Any:
 
 
 def tokens_of(sequences: int = 48) -> tc.TokenFiles:
-    """Return sequences of tokens, of which few are frequent."""
     drawn = np.random.default_rng(0).zipf(1.2, sequences * LENGTH)
     return tc.TokenFiles(np.minimum(drawn, VOCAB - 1).astype(np.uint16), LENGTH)
 
 
 def data_of(folder: Path, tokens: tc.TokenFiles, table: tc.Table = TABLE, **options: Any) -> tc.PassDataset:
-    """Return the key sets of ``tokens``, in several passes that each have an even number of batches."""
     grams = tc.ngrams("qwen4_exp", vocab_size=VOCAB, rows_per_head=ROWS, border=0)
     options = {"device_budget": "250KiB", "batch_multiple": 2 * BATCH} | options
     return tc.record_ngrams(tokens, grams, folder / "keys", tables=table, progress=False, **options)
@@ -80,7 +74,6 @@ def converted(schema: tc.PassDataset | tc.Schema, config: Any = None) -> Any:
 
 
 def opened(folder: Path, data: tc.PassDataset, **objects: Any) -> tc.TierCache:
-    """Open a cache whose store is in ``folder``."""
     return tc.TierCache(
         folder / "store", data, device_budget="1MiB", host_budget="64MiB", seed=3, progress=False, **objects
     )
@@ -111,14 +104,9 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mode:
-    """How a loop trains."""
-
-    accumulation: int = 1
-    """Batches of a step."""
-    autocast: bool = False
-    """In bfloat16."""
-    reentrant: bool | None = None
-    """How activations are recomputed; None: they are kept."""
+    accumulation: int = 1  # batches of a step
+    autocast: bool = False  # in bfloat16
+    reentrant: bool | None = None  # how activations are recomputed; None: they are kept
 
 
 class Loop:
@@ -137,7 +125,6 @@ class Loop:
         self.lookups += 1
 
     def train(self, batch: torch.Tensor) -> None:
-        """Train a batch (N, T)."""
         mode = self._mode
         with torch.autocast("cpu", torch.bfloat16) if mode.autocast else nullcontext():
             found = self.model(input_ids=batch, labels=batch, use_cache=False)
@@ -150,7 +137,6 @@ class Loop:
 
 
 def assert_equal_losses(ours: list[float], theirs: list[float]) -> None:
-    """Print losses side by side and compare them."""
     print("\n batch    out of core      in memory")  # noqa: T201 - shown by pytest -s, or if they differ
     for count, pair in enumerate(zip(ours, theirs, strict=True)):
         print(f"{count:6} {pair[0]:14.7f} {pair[1]:14.7f}")  # noqa: T201
@@ -158,7 +144,6 @@ def assert_equal_losses(ours: list[float], theirs: list[float]) -> None:
 
 
 def assert_equal_rows(folder: Path, plain: Any) -> None:
-    """Compare the rows of the store with the table of the plain model; both were trained."""
     table = plain.get_submodule(PLACE).weight.detach().numpy()
     with tc.Store.open(folder / "store", mode="r") as store:
         rows = store.lookup("ngram", np.arange(len(table), dtype=np.int64), missing="initial")["vector"]
@@ -177,7 +162,6 @@ def shard(model: Any, *, whole: bool) -> None:
 
 
 def main() -> None:
-    """Train; see above."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--stop", type=int)

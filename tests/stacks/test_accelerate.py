@@ -1,10 +1,10 @@
 """Accelerate: a model and an optimizer that it prepared train as they are, before the cache is made or after."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.stacks.training import (
     CASE,
@@ -22,11 +22,6 @@ from tests.stacks.training import (
 from tiercache.errors import StateError
 
 accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-stacks")
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
 
 
 def trained(
@@ -67,7 +62,6 @@ def test_what_accelerate_prepared_ends_with_the_bits_of_a_plain_loop(tmp_path: P
 
 
 def test_gradients_are_clipped_by_the_cache(tmp_path: Path) -> None:
-    """To the bits of a plain loop that clips; Accelerate's own clipping leaves rows out, and is refused."""
     CASE.cut(tmp_path / "passes")
     assert_same(trained(tmp_path, "clipped.tc", clip="cache"), plain(tmp_path, clips=True))
     with pytest.raises(StateError, match=r"clip with cache.clip_grad_norm_\(max_norm\)"):

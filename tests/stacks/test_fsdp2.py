@@ -1,10 +1,10 @@
 """FSDP2: a model whose dense part is sharded trains as it is, to the bits of a plain loop."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,16 +23,9 @@ from tests.stacks.training import (
     scheduler_of,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    import torch
-
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """A process group of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -62,7 +55,6 @@ def trained(
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_sharded_model_ends_with_the_bits_of_a_plain_loop(tmp_path: Path, whole: bool) -> None:
-    """Through a commit and a restart."""
     CASE.cut(tmp_path / "passes")
     trained(tmp_path, "sharded.tc", whole=whole, stop=10)
     assert_same(trained(tmp_path, "sharded.tc", whole=whole), plain(tmp_path))
@@ -70,6 +62,5 @@ def test_a_sharded_model_ends_with_the_bits_of_a_plain_loop(tmp_path: Path, whol
 
 @pytest.mark.usefixtures("one_rank")
 def test_gradients_of_a_sharded_model_are_clipped_with_those_of_rows(tmp_path: Path) -> None:
-    """By one norm."""
     CASE.cut(tmp_path / "passes")
     assert_same(trained(tmp_path, "clipped.tc", whole=True, clips=True), plain(tmp_path, clips=True))

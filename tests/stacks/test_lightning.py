@@ -1,12 +1,12 @@
 """Lightning trains what a plain loop trains, to the same bits, without an adapter, and validates meanwhile."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import tiercache as tc
 from tests.stacks.training import (
     CASE,
     EPOCHS,
@@ -26,39 +26,27 @@ from tiercache.errors import StateError
 
 pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed: make test-stacks")
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import tiercache as tc
-
 
 class Module(pl.LightningModule):  # type: ignore[name-defined, misc]
-    """A model as people write it for Lightning."""
-
     def __init__(self, cache: tc.TierCache) -> None:
         super().__init__()
         self.net, self.cache = model_of(cache), cache
         self.validated: list[tuple[int, float]] = []
 
     def training_step(self, batch: tc.Batch, _: int) -> torch.Tensor:
-        """Return the loss."""
         return loss_of(self.net, batch)
 
     def validation_step(self, batch: tc.Batch, _: int) -> None:
-        """Log the loss."""
         self.log("val", loss_of(self.net, batch), batch_size=len(batch))
 
     def on_validation_epoch_end(self) -> None:
-        """Keep the mean loss."""
         self.validated.append((self.trainer.global_step, float(self.trainer.callback_metrics["val"])))
 
     def configure_optimizers(self) -> Any:
-        """Return optimizer and scheduler."""
         scheduler = {"scheduler": self.scheduler, "interval": "step"}
         return {"optimizer": self.cache.optimizer, "lr_scheduler": scheduler}
 
     def on_train_end(self) -> None:
-        """Keep what was trained of a pass that the trainer left."""
         if self.cache.samples_of_pass:
             self.cache.commit()
 
@@ -67,12 +55,10 @@ class Clipped(Module):
     """A module with the documented hook."""
 
     def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
-        """Clip rows and dense parameters by one norm."""
         self.cache.clip_grad_norm_(gradient_clip_val)
 
 
 def module_of(cache: tc.TierCache, kind: type[Module] = Module) -> Module:
-    """Return a module that the cache knows, with its optimizer and its scheduler."""
     module = kind(cache)
     optimizer_of(cache, module)
     module.scheduler = scheduler_of(cache)
@@ -80,19 +66,16 @@ def module_of(cache: tc.TierCache, kind: type[Module] = Module) -> Module:
 
 
 def trainer_of(folder: Path, **options: Any) -> Any:
-    """Return a trainer that shows nothing."""
     arguments = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
     arguments |= {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
     return pl.Trainer(**{**arguments, **options})
 
 
 def weights_of(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights of a module under the names of its network."""
     return {name.removeprefix("net."): value for name, value in found.items()}
 
 
 def fitted(folder: Path, name: str, *, kind: type[Module] = Module, generator: bool = False, **options: Any) -> Any:
-    """Train by ``Trainer.fit``; generator: with a loader without a length."""
     with opened(folder, name) as cache:
         module = module_of(cache, kind)
         loader = batches_of(cache)
@@ -114,7 +97,6 @@ def test_fit_takes_batches_without_an_adapter(tmp_path: Path, generator: bool) -
 
 
 def test_fit_validates_between_batches(tmp_path: Path) -> None:
-    """Before the first batch too, with the rows of each moment; training has the same bits."""
     CASE.cut(tmp_path / "passes")
     others = CASE.cut(tmp_path / "others")
     with opened(tmp_path, "fit.tc") as cache:
@@ -133,14 +115,10 @@ def test_fit_validates_between_batches(tmp_path: Path) -> None:
 
 
 def test_an_epoch_of_lightning_may_be_one_of_the_cache(tmp_path: Path) -> None:
-    """Each epoch then has a loader of its own."""
     CASE.cut(tmp_path / "passes")
 
     class Reloaded(Module):
-        """A module that makes its loader."""
-
         def train_dataloader(self) -> Any:
-            """Return the batches up to the end of this epoch."""
             return self.cache.batches(CASE.batch, epochs=self.current_epoch + 1, shuffle=True)
 
     with opened(tmp_path, "fit.tc") as cache:
@@ -153,7 +131,6 @@ def test_an_epoch_of_lightning_may_be_one_of_the_cache(tmp_path: Path) -> None:
 
 
 def test_gradients_are_clipped_by_the_hook(tmp_path: Path) -> None:
-    """To the bits of a plain loop that clips; the trainer's own clipping is refused with what to define."""
     CASE.cut(tmp_path / "passes")
     clipped = fitted(tmp_path, "clipped.tc", kind=Clipped, gradient_clip_val=MAX_NORM)
     assert_same(clipped, plain(tmp_path, clips=True))
@@ -165,7 +142,6 @@ class Killed(pl.Callback):  # type: ignore[name-defined, misc]
     """Ends a training before its ninth batch, with two passes committed."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-        """Wait for commits."""
         module.cache.drain(staged=False)
         if trainer.global_step == 8:
             raise InterruptedError

@@ -1,19 +1,10 @@
 """N-gram keys are those of transformers, and its model with an n-gram table trains out of core."""
 
-from __future__ import annotations
-
-import copy
-from typing import TYPE_CHECKING
-
-import numpy as np
 import pytest
 import torch
 
 import tiercache as tc
-from tests.stacks.qwen4 import BATCH, LENGTH, ROWS, VOCAB, config_of, qwen
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.stacks.qwen4 import config_of, qwen
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -40,39 +31,3 @@ def test_keys_of_a_million_tokens_are_those_of_transformers(layer: int) -> None:
     theirs.ngram_embedding = keys = Keys()
     theirs(tokens, None)
     assert torch.equal(grams(tokens), keys.ids)
-
-
-def test_a_model_of_transformers_trains_its_table_out_of_core(tmp_path: Path) -> None:
-    """With the losses of the plain model; its key sets come from the tokens alone."""
-    torch.manual_seed(0)
-    theirs = qwen.Qwen4ExpForCausalLM(config_of(initializer_range=0.02))
-    rows = tc.optim.Adagrad(learning_rate=0.05, eps=1e-8, initial_accumulator=0.1)
-    mine = tc.convert(copy.deepcopy(theirs), filter_fn=lambda _, name: name.endswith("ngram_embedding"), optimizer=rows)
-    ((name, module),) = ((n, m) for n, m in mine.named_modules() if isinstance(m, tc.Embedding))
-    grams = tc.ngrams("qwen4_exp", vocab_size=VOCAB, rows_per_head=ROWS, border=0)
-    rng = np.random.default_rng(0)
-    tokens = tc.TokenFiles(np.minimum(rng.zipf(1.2, 64 * LENGTH), VOCAB - 1).astype(np.uint16), LENGTH)
-    tables = [*module.table_specs.values()]
-    data = tc.record_ngrams(tokens, grams, tmp_path / "keys", tables=tables, device_budget="400KiB", progress=False)
-    assert len(data) > 1
-    table = theirs.get_submodule(name).weight
-    rest = [one for one in theirs.parameters() if one is not table]
-    others = [
-        torch.optim.AdamW(rest, lr=1e-3),
-        torch.optim.Adagrad([table], lr=0.05, eps=1e-8, initial_accumulator_value=0.1),
-    ]
-    anchors = {id(module.anchor)}
-    optimizer = torch.optim.AdamW([one for one in mine.parameters() if id(one) not in anchors], lr=1e-3)
-    with tc.TierCache(
-        tmp_path / "store", data, model=mine, optimizer=optimizer, device_budget="1MiB", host_budget="32MiB",
-        progress=False,
-    ) as cache:  # fmt: skip
-        for p in cache.passes(epochs=2):
-            for x in p.loader(tokens, batch_size=BATCH, shuffle=True):
-                losses = [one(input_ids=x, labels=x, use_cache=False).loss for one in (mine, theirs)]
-                for loss, each in zip(losses, ([cache.optimizer], others), strict=True):
-                    loss.backward()
-                    for one in each:
-                        one.step()
-                        one.zero_grad()
-                torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-5)

@@ -3,8 +3,6 @@
 Losses of every batch are those of transformers' model and torch's optimizer to 1e-5; -s prints them side by side.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -18,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 import tiercache as tc
 from tests.memory import Peak, run_alone
@@ -40,7 +37,6 @@ from tests.stacks.qwen4 import (
     optimizer_of,
     plain_twin,
     qwen,
-    shard,
     tokens_of,
 )
 
@@ -59,7 +55,6 @@ ROOT, MAX_NORM, MIB = Path(__file__).parents[2], 0.1, 1 << 20
     ids=["plain", "accumulates", "bfloat16", "checkpoints", "reentrant", "all"],
 )  # fmt: skip
 def test_a_loop_has_the_losses_of_the_plain_model(tmp_path: Path, mode: Mode) -> None:
-    """With accumulated gradients, in bfloat16, and with activations that are recomputed."""
     tokens = tokens_of()
     model = converted(data := data_of(tmp_path, tokens))
     assert len(data) > 2
@@ -81,7 +76,6 @@ def test_a_loop_has_the_losses_of_the_plain_model(tmp_path: Path, mode: Mode) ->
 
 
 def as_inputs(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the arguments of the model for a batch."""
     tokens = torch.stack(samples)
     return {"input_ids": tokens, "labels": tokens}
 
@@ -90,12 +84,10 @@ class Trainer(BaseTrainer):  # type: ignore[misc, valid-type]
     """The recipe of the documentation, which keeps losses and batches."""
 
     def get_train_dataloader(self) -> Any:
-        """Return the batches as they are."""
         self.losses, self.batches = list[float](), list[Any]()
         return self.train_dataset
 
     def compute_loss(self, model: Any, inputs: Any, *others: Any, **options: Any) -> Any:
-        """Keep the loss of a batch, as the model computes it."""
         loss = super().compute_loss(model, inputs, *others, **options)
         self.losses.append(loss.item())
         self.batches.append({name: one.clone() for name, one in inputs.items()})
@@ -107,7 +99,6 @@ class Batches(list[Any]):
 
 
 def fit(folder: Path, model: Any, optimizer: Any, batches: Any, cache: Any = None, **options: Any) -> Any:
-    """Train by a Trainer, and return it; the cache, if there is one, clips gradients."""
     arguments = transformers.TrainingArguments(
         str(folder / "output"), num_train_epochs=1, max_grad_norm=MAX_NORM, save_strategy="no", report_to=[],
         use_cpu=True, disable_tqdm=True, logging_steps=1, **options,
@@ -131,7 +122,6 @@ def fit(folder: Path, model: Any, optimizer: Any, batches: Any, cache: Any = Non
     ids=["plain", "accumulates", "all"],
 )
 def test_a_trainer_has_the_losses_of_the_plain_model(tmp_path: Path, options: dict[str, Any]) -> None:
-    """With clipped gradients and a scheduler; also in bfloat16 with accumulation and checkpointing."""
     tokens, per_step = tokens_of(), options.get("gradient_accumulation_steps", 1)
     model = converted(data := data_of(tmp_path, tokens))
     with opened(tmp_path, data, model=model, optimizer=optimizer_of(model)) as cache:
@@ -147,38 +137,7 @@ def test_a_trainer_has_the_losses_of_the_plain_model(tmp_path: Path, options: di
     assert_equal_rows(tmp_path, plain)
 
 
-@pytest.fixture
-def one_rank() -> Any:
-    """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_sharded_backbone_has_the_losses_of_the_plain_model(tmp_path: Path, whole: bool) -> None:
-    """FSDP2 by layer, with recomputed activations; the table is left out, or the model is sharded whole."""
-    tokens = tokens_of()
-    model = converted(data := data_of(tmp_path, tokens))
-    batches = list[Any]()
-    with opened(tmp_path, data) as cache:
-        plain = plain_twin(model, cache)
-        shard(model, whole=whole)
-        cache.register(model=model, optimizer=optimizer_of(model))
-        ours = Loop(model, cache.optimizer, Mode(reentrant=False))
-        for batch in cache.batches(BATCH, epochs=EPOCHS, dataset=tokens, shuffle=True):
-            batches.append(batch)
-            ours.train(batch)
-    theirs = Loop(plain, optimizer_of(plain), Mode(reentrant=False))
-    for batch in batches:
-        theirs.train(batch)
-    assert_equal_losses(ours.losses, theirs.losses)
-    assert_equal_rows(tmp_path, plain)
-
-
 def run(folder: Path, *options: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
-    """Train in a process of its own, or in so many of torchrun."""
     folder.mkdir(exist_ok=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     command = [sys.executable, *launcher, "-m", "tests.stacks.qwen4", str(folder), *options]
@@ -208,7 +167,6 @@ def test_two_ranks_have_the_losses_of_the_plain_model(tmp_path: Path, part: str)
 
 
 def ended(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the rows of a store and the weights beside it."""
     found = dict(torch.load(folder / "rank-0.pt")[2])
     with tc.Store.open(folder / "store", mode="r") as store:
         assert store.commit is not None
@@ -219,7 +177,6 @@ def ended(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_training_that_was_killed_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    """By SIGKILL, inside a pass; it resumes from the last commit, which has the passes before."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     ran = run(whole)
     assert ran.returncode == 0, ran.stderr
@@ -244,11 +201,9 @@ class Compact(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight, which transformers asks for its device."""
         return self.rows.weight
 
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the rows of keys."""
         return self.rows(torch.searchsorted(self.keys, keys.contiguous()))  # type: ignore[no-any-return]
 
 
@@ -325,7 +280,6 @@ def test_an_initialized_model_has_the_buffers_and_weights_of_transformers(tmp_pa
 
 
 def test_keys_of_a_model_that_was_not_initialized_are_refused(tmp_path: Path) -> None:
-    """Its buffers are what memory had before, so its keys are outside the table."""
     tokens = tokens_of()
     model = converted(data := data_of(tmp_path, tokens))
     ngrams = model.get_submodule(PLACE.rpartition(".")[0])
@@ -339,7 +293,6 @@ def test_keys_of_a_model_that_was_not_initialized_are_refused(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("rows", "columns"), [("500", 3), ("20000000", 2)])
 def test_the_example_trains_with_equal_losses(tmp_path: Path, rows: str, columns: int) -> None:
-    """Beside transformers' own model if its table fits; the released table leaves out that one."""
     command = [sys.executable, "-m", "examples.qwen4_ngrams", "--rows-per-head", rows, "--tokens", "6000"]
     ran = subprocess.run(
         [*command, "--folder", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True,
@@ -354,10 +307,7 @@ def test_the_example_trains_with_equal_losses(tmp_path: Path, rows: str, columns
     assert ("320,001,536 rows x 160 = 51,200,245,760 numbers" in ran.stdout) == (columns == 2)
 
 
-def test_the_recipe_of_the_documentation_trains_the_released_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As it is on the page: by a loop, then by a Trainer, with accumulation, checkpointing and bfloat16."""
+def test_the_recipe_of_the_page_trains_the_released_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "language_models.md").read_text()
     blocks = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)

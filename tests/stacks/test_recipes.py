@@ -1,20 +1,16 @@
 """The recipes of docs/trainers.md run as they are on the page."""
 
-from __future__ import annotations
-
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import tiercache as tc
 from tests.test_docs import README, blocks, set_up, write_clicks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
 RECIPES = dict(re.findall(r"^## (\S+)\n\n```py\n(.*?)^```$", PAGE.read_text(), re.S | re.M))
@@ -23,7 +19,6 @@ PACKAGES = {"Lightning": "lightning", "Transformers": "transformers", "Accelerat
 
 @pytest.fixture
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The names with which every page begins, in a folder with two datasets."""
     monkeypatch.chdir(tmp_path)
     # Transformers takes the folder ``kernels`` of this repository for a package
     monkeypatch.setattr(sys, "path", [one for one in sys.path if one and Path(one).resolve() != PAGE.parents[1]])
@@ -42,14 +37,12 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
 
 def test_every_stack_has_a_recipe() -> None:
-    """And no other block of the page is left out."""
     assert RECIPES.keys() == PACKAGES.keys()
     assert PAGE.read_text().count("```py\n") == len(RECIPES)
 
 
 @pytest.mark.parametrize("stack", PACKAGES)
 def test_a_recipe_trains_all_passes(names: dict[str, Any], stack: str) -> None:
-    """The code runs unchanged and commits the last pass."""
     pytest.importorskip(PACKAGES[stack], reason=f"{stack} is not installed: make test-stacks")
     exec(compile(RECIPES[stack], str(PAGE), "exec"), names)
     (path,) = [one for one in Path.cwd().iterdir() if one.suffix == ".tc"]

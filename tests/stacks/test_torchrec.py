@@ -1,12 +1,11 @@
 """torchrec: its collections become ours with their weights, and its published DLRM trains out of core as it is."""
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +20,6 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.models.dlrm import DLRM
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 ROWS, DIM, DENSE, BATCH, BATCHES, PASSES, EPOCHS = 2000, 16, 4, 32, 5, 8, 5
 STEPS = BATCHES * PASSES * EPOCHS
 TABLES = {"of_user": ["user"], "of_item": ["item", "seen"], "of_place": ["place"]}
@@ -35,7 +31,6 @@ ROW_OPTIMIZERS = {
 
 
 def schema_of(optimizer: str = "SGD", weights: str | None = None) -> tc.Schema:
-    """Return the tables of the collections."""
     return tc.Schema(
         features=tuple(
             tc.Feature(name=name, table=table, hotness="ragged", weights=weights and f"{name}_{weights}")
@@ -51,7 +46,6 @@ def schema_of(optimizer: str = "SGD", weights: str | None = None) -> tc.Schema:
 
 
 def bags(*, weighted: bool = False, device: str = "cpu") -> Any:
-    """Return torchrec's collection; it weights sums alone."""
     configs = [
         EmbeddingBagConfig(
             name=name,
@@ -66,13 +60,11 @@ def bags(*, weighted: bool = False, device: str = "cpu") -> Any:
 
 
 def model_of(device: str = "cpu") -> Any:
-    """Return the published model of torchrec."""
     torch.manual_seed(1)
     return DLRM(bags(device=device), DENSE, [16, DIM], [16, 1])
 
 
 def loader_of(p: int) -> list[tuple[torch.Tensor, Any, torch.Tensor]]:
-    """Return the batches of a pass, as torchrec has them: its keys are of a window of all."""
     chance, found = np.random.default_rng(p), []
     for _ in range(BATCHES):
         lengths = chance.integers(0, 4, (len(FEATURES), BATCH))
@@ -84,7 +76,6 @@ def loader_of(p: int) -> list[tuple[torch.Tensor, Any, torch.Tensor]]:
 
 
 def write_keys(path: Path, optimizer: str) -> None:
-    """Write the key sets of all passes."""
     sets: list[dict[str, Any]] = []
     for p in range(PASSES):
         of_pass = [kjt.to_dict() for _, kjt, _ in loader_of(p)]
@@ -98,14 +89,12 @@ def write_keys(path: Path, optimizer: str) -> None:
 
 
 def optimizer_of(name: str, parameters: Any, rate: float) -> torch.optim.Optimizer:
-    """Return torch's."""
     if name == "Adagrad":
         return torch.optim.Adagrad(parameters, lr=rate, initial_accumulator_value=0.1)
     return torch.optim.SGD(parameters, lr=rate)
 
 
 def step(logits: torch.Tensor, label: torch.Tensor, *optimizers: torch.optim.Optimizer) -> float:
-    """Train a batch."""
     loss = nn.functional.binary_cross_entropy_with_logits(logits.squeeze(1), label)
     loss.backward()
     for optimizer in optimizers:
@@ -137,7 +126,6 @@ def ours(folder: Path, optimizer: str, *, dies: bool) -> tuple[dict[int, float],
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
 def test_the_published_model_gives_the_numbers_that_it_gave(tmp_path: Path, optimizer: str) -> None:
-    """Over 200 steps with a quarter of the rows on the device, through a kill; and again from its rows."""
     write_keys(tmp_path / "passes", optimizer)
     child = multiprocessing.get_context("spawn").Process(target=ours, args=(tmp_path, optimizer), kwargs={"dies": True})
     child.start()
@@ -163,7 +151,6 @@ def test_the_published_model_gives_the_numbers_that_it_gave(tmp_path: Path, opti
 
 
 def test_collections_return_what_they_returned(tmp_path: Path) -> None:
-    """Weighted bags and single vectors, with torchrec's types and names, in training and for serving."""
     torch.manual_seed(0)
     plain = EmbeddingCollection(
         tables=[
@@ -194,7 +181,6 @@ def test_collections_return_what_they_returned(tmp_path: Path) -> None:
 
 
 def same(mine: Any, other: Any, rows: dict[str, Any], other_rows: dict[str, Any]) -> None:
-    """Compare a KeyedTensor, and JaggedTensors by name."""
     assert isinstance(mine, KeyedTensor)
     assert mine.keys() == other.keys()
     torch.testing.assert_close(mine.values(), other.values())

@@ -1,12 +1,12 @@
 """Hugging Face's Trainer takes the batches of a cache, to the bits of a plain loop, and evaluates meanwhile."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import tiercache as tc
 from tests.stacks.installed import installed
 from tests.stacks.training import (
     CASE,
@@ -25,12 +25,6 @@ from tests.stacks.training import (
 )
 from tiercache.errors import StateError
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import tiercache as tc
-
-
 transformers = installed("transformers")
 installed("accelerate")
 BaseTrainer = transformers.Trainer
@@ -40,23 +34,19 @@ class Trainer(BaseTrainer):  # type: ignore[misc, valid-type]
     """The recipe of the documentation."""
 
     def get_train_dataloader(self) -> Any:
-        """Return the batches as they are."""
         return self.train_dataset
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the batches as they are."""
         return self.eval_dataset if eval_dataset is None else eval_dataset
 
     def compute_loss(
         self, model: Any, inputs: tc.Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss of a batch."""
         loss = loss_of(model, inputs)
         return (loss, {"loss": loss}) if return_outputs else loss
 
 
 def trainer_of(folder: Path, cache: tc.TierCache, model: Any, *, clips: bool = True, **options: Any) -> Any:
-    """Return a trainer; clips: by the cache."""
     arguments: dict[str, Any] = {
         "output_dir": str(folder / "output"), "num_train_epochs": 1, "max_grad_norm": torch.inf, "save_strategy": "no",
         "report_to": [], "use_cpu": True, "disable_tqdm": True, "label_names": ["label"],
@@ -73,13 +63,11 @@ def trainer_of(folder: Path, cache: tc.TierCache, model: Any, *, clips: bool = T
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a dataset."""
     CASE.cut(tmp_path / "passes")
     return tmp_path
 
 
 def fitted(folder: Path, name: str, **options: Any) -> dict[str, torch.Tensor]:
-    """Train, and return what it ends with."""
     with opened(folder, name) as cache:
         model = model_of(cache)
         optimizer_of(cache, model)
@@ -88,7 +76,6 @@ def fitted(folder: Path, name: str, **options: Any) -> dict[str, torch.Tensor]:
 
 
 def test_a_trainer_ends_with_the_bits_of_a_plain_loop(folder: Path) -> None:
-    """It takes all batches of the loader in a single epoch."""
     assert_same(fitted(folder, "all.tc"), plain(folder))
 
 
@@ -107,7 +94,6 @@ def test_a_trainer_that_was_stopped_resumes_from_the_last_commit(folder: Path) -
 
 
 def test_a_trainer_evaluates_between_steps(folder: Path) -> None:
-    """With the rows of each moment; training has the same bits."""
     others = CASE.cut(folder / "others")
     with opened(folder, "fit.tc") as cache:
         model = model_of(cache)
@@ -125,7 +111,6 @@ def test_a_trainer_evaluates_between_steps(folder: Path) -> None:
 
 
 def test_gradients_are_clipped_by_the_cache(folder: Path) -> None:
-    """To the bits of a plain loop that clips; the trainer's own clipping leaves rows out, and is refused."""
     assert_same(fitted(folder, "clipped.tc", max_grad_norm=MAX_NORM), plain(folder, clips=True))
     with pytest.raises(StateError, match=r"clip with cache.clip_grad_norm_\(max_norm\)"):
         fitted(folder, "refused.tc", clips=False, max_grad_norm=1.0)

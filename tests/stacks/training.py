@@ -1,17 +1,13 @@
 """The training that every stack repeats, and its bits in a plain loop."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import tiercache as tc
 from tests.train.cases import Case, Net, Spec, table
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CASE = Case(
     tables=(table("item", 4), table("user", 6)),
@@ -22,42 +18,35 @@ EPOCHS, STEPS, MAX_NORM = 2, 24, 0.05
 
 
 def opened(folder: Path, name: str) -> tc.TierCache:
-    """Open a cache on the dataset in ``folder``."""
     data = tc.PassDataset.open(folder / "passes")
     return tc.TierCache(folder / name, data, device_budget="1MiB", host_budget="64MiB", progress=False)
 
 
 def model_of(cache: tc.TierCache) -> nn.Module:
-    """Return the model with its first weights."""
     torch.manual_seed(1)
     return Net(cache, CASE)
 
 
 def optimizer_of(cache: tc.TierCache, model: nn.Module) -> Any:
-    """Register a model with its optimizer, and return what a loop steps."""
     cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
     return cache.optimizer
 
 
 def scheduler_of(cache: tc.TierCache) -> Any:
-    """Return a scheduler that the cache commits."""
     scheduler = torch.optim.lr_scheduler.StepLR(cache.optimizer, step_size=5, gamma=0.8)
     cache.register(scheduler=scheduler)
     return scheduler
 
 
 def batches_of(cache: tc.TierCache) -> Any:
-    """Return the loader."""
     return cache.batches(CASE.batch, epochs=EPOCHS, shuffle=True)
 
 
 def loss_of(model: Any, batch: tc.Batch) -> torch.Tensor:
-    """Return the loss."""
     return nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
 
 
 def plain(folder: Path, *, clips: bool = False) -> dict[str, torch.Tensor]:
-    """Train with a loop over passes; return what it ends with."""
     name = f"plain-{clips}.tc"
     with opened(folder, name) as cache:
         model = model_of(cache)
@@ -91,7 +80,6 @@ def ended(path: Path, model: nn.Module, cache: tc.TierCache) -> dict[str, torch.
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """Compare bits; all passes are committed."""
     assert ours["trained"].tolist() == [EPOCHS * CASE.num_samples // CASE.pass_rows, 0]
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():

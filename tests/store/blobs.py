@@ -1,15 +1,16 @@
 """Random blobs of segments, states and commits: put, published, compared and dropped."""
 
-from __future__ import annotations
-
 import hashlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tiercache.store.engines.engine import Blob, BlobRows, Head, ReadRequest
+from tiercache.store.engines.engine import Blob, BlobRows, Engine, Head, ReadRequest
 from tiercache.store.files import paged
 from tiercache.store.initializer import Zeros
 from tiercache.store.layout import Range, SegmentLayout
@@ -17,14 +18,9 @@ from tiercache.store.optimizer import SGD, Adam, RowWiseAdagrad
 from tiercache.store.store_errors import StoreError
 from tiercache.store.table import Table, group_tables
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from multiprocessing.connection import Connection
-    from pathlib import Path
-
-    from tiercache.store.engines.engine import Engine, Part
-
 Bytes = NDArray[np.uint8]
+Part = tuple[int, int, NDArray[Any]]
+"""The index of a blob in a put, an offset, and the bytes there."""
 OPTIMIZERS = (SGD(learning_rate=0.1), RowWiseAdagrad(learning_rate=0.1), Adam())
 
 
@@ -85,8 +81,7 @@ def put(engine: Engine, contents: Sequence[Content], *, stable: bool = False, or
 
 def publish(engine: Engine, number: int, contents: Sequence[Content] = ()) -> list[Content]:
     """Put blobs, and publish a commit; return them together with the commit's blob."""
-    data = f"commit {number}".encode() * 9
-    contents = put(engine, [*contents, plain(f"commits/{number}", np.frombuffer(data, np.uint8))])
+    contents = put(engine, [*contents, commit_of(number)])
     engine.publish(head_of(number), head_of(number - 1) if number else None)
     return contents
 
@@ -107,14 +102,18 @@ def assert_broken_by_a_failed_sync(engine: Engine, monkeypatch: pytest.MonkeyPat
     engine.close()
 
 
+def commit_of(number: int) -> Content:
+    """Return the commit that ``publish`` puts for a number."""
+    return plain(f"commits/{number}", np.frombuffer(f"commit {number}".encode() * 9, np.uint8))
+
+
 def head_of(number: int) -> Head:
-    """Return the head that ``publish`` creates for a number."""
-    data = f"commit {number}".encode() * 9
-    return Head(f"commits/{number}", len(data), hashlib.sha256(data).hexdigest())
+    """Return the head of that commit."""
+    blob, pieces = commit_of(number)
+    return Head(blob.name, blob.size, hashlib.sha256(pieces[0].tobytes()).hexdigest())
 
 
 def bytes_of(engine: Engine, blob: Blob, low: int, high: int) -> bytes:
-    """Return some bytes of a blob."""
     out = np.ones(high - low, np.uint8)
     engine.read(ReadRequest(blob, low, out))
     return out.tobytes()
@@ -148,7 +147,7 @@ def drop_fronts(engine: Engine, contents: Iterable[Content], blocks: int) -> lis
     return rest
 
 
-def serve(open_reader: Callable[[Path], Engine], path: Path, pipe: Connection[Any, Any]) -> None:
+def serve(open_reader: Callable[[Path], Engine], path: Path, pipe: Connection) -> None:
     """Open an engine for reading; for each message with blobs answer with its head, and differences from them."""
     engine = open_reader(path)
     while (contents := pipe.recv()) is not None:

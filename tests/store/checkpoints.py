@@ -1,14 +1,9 @@
 """Checkpoints in safetensors files, for tests."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ROWS, DIM = 2000, 20
 TENSOR = "model.embed.weight"

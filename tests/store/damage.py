@@ -97,7 +97,6 @@ def miscounting(record: bytes, generator: Generator) -> bytes:
 
 
 def _starts(described: Sequence[Any]) -> list[int]:
-    """Return the offset of each array of a record."""
     return [0, *accumulate(length * np.dtype(dtype).itemsize for _, dtype, length in described)][:-1]
 
 
@@ -138,7 +137,6 @@ def assert_sentence(error: Exception) -> None:
 
 
 def generator_of(seed: int) -> Generator:
-    """Return the generator of one case."""
     return np.random.default_rng([seed, 20])
 
 

@@ -1,23 +1,17 @@
 """Engines that wrap another: they fail on request, delay calls, or run code between calls."""
 
-from __future__ import annotations
-
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tiercache.store.engines.engine import Blob
+from tests.store.blobs import Part
+from tiercache.store.engines.engine import Blob, Engine, Head, ReadRequest
 from tiercache.store.files import paged
 from tiercache.store.store_errors import StoreError, StoreFullError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from numpy.typing import NDArray
-
-    from tiercache.store.engines.engine import Engine, Head, Part, ReadRequest
 
 
 def disk_full() -> StoreError:
@@ -69,10 +63,9 @@ class FailingEngine(PassingEngine):
             self.calls, self.fail_at = 0, calls
 
     def tear(self, parts: int, num_bytes: int = 0) -> None:
-        """Make the next put end after some parts, and some bytes of the following one, and raise KilledError.
+        """Make the next put end after some parts, and some bytes of the following one: blobs are truncated or missing.
 
-        Blobs are left truncated, or missing. Every later call also raises KilledError. Close the engine, open it
-        again as after a crash, and wrap that.
+        It and every later call raise KilledError. Close the engine, and open it again as after a crash.
         """
         self._tear = parts, num_bytes
 
@@ -123,9 +116,7 @@ class FailingEngine(PassingEngine):
 
 
 class HitchingEngine(PassingEngine):
-    """Forwards calls to ``engine``; after its ``seconds`` were set, the next "read", "put" or "publish" is delayed
-    once.
-    """
+    """Forwards calls; after its ``seconds`` were set, the next "read", "put" or "publish" is delayed once."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -169,7 +160,6 @@ class Between(PassingEngine):
         return self._before_read is None
 
     def read(self, *requests: ReadRequest) -> None:
-        """Call ``before_read`` if it is due, then read."""
         with self._lock:
             self.reading += 1
             self._reads_left -= 1
@@ -184,7 +174,6 @@ class Between(PassingEngine):
                 self.reading -= 1
 
     def publish(self, head: Head, before: Head | None) -> None:
-        """Call ``before_publish``, publish, and call ``after_publish``."""
         call, self.before_publish = self.before_publish, None
         if call is not None:
             call()

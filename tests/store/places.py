@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiercache.store import Store
-from tiercache.store.engines.block_file import Extents
 from tiercache.store.engines.engine import Blob
-from tiercache.store.engines.lmdb_map import LmdbFile, extents_of
+from tiercache.store.engines.lmdb_map import extents_of, read_map
 from tiercache.store.layout import ROWS, block_stride
 from tiercache.store.snapshot import BlobNeed
 
@@ -30,14 +29,11 @@ def places(path: Path) -> dict[str, list[Place]]:
         blobs = {blob.name: blob for one in needed.segments.values() for blob in one.segment.blobs()}
         needs = [need for need in needed.blobs() if need.size > need.first_byte]
     if (path / "blocks.bin").exists():
-        extents = _extents(path)
-        return {
-            need.name: [
-                Place(path / "blocks.bin", at, size)
-                for at, size in extents[need.name].pieces(need.first_byte, need.size - need.first_byte)
-            ]
-            for need in needs
-        }
+        entries, found = read_map(path, "the store")[2], {}
+        for need in needs:
+            runs = extents_of(entries[need.name]).pieces(need.first_byte, need.size - need.first_byte)
+            found[need.name] = [Place(path / "blocks.bin", at, size) for at, size in runs]
+        return found
     return {need.name: list(_chunks(path, blobs.get(need.name, Blob(need.name, need.size)), need)) for need in needs}
 
 
@@ -45,13 +41,6 @@ def byte_of(path: Path, name: str, share: float = 0.0) -> tuple[Path, int]:
     """Return the file and offset of a needed byte of a blob, after a share of its first place; blocks have padding."""
     file, at, size = places(path)[name][0]
     return file, at + min(size - 1, int(size * share))
-
-
-def _extents(path: Path) -> dict[str, Extents]:
-    file = LmdbFile(str(path / "data.mdb"))
-    found = {value.key.decode(): file.read(value) for value in file.values()}
-    file.close()
-    return {name: extents_of(entry) for name, entry in found.items() if name != "head"}
 
 
 def _chunks(path: Path, blob: Blob, need: BlobNeed) -> Iterator[Place]:

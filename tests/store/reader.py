@@ -1,10 +1,15 @@
-"""A process that reads a store repeatedly while another one writes it."""
+"""Processes that read a store repeatedly while another one writes it."""
 
+import contextlib
 import hashlib
+import random
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tiercache.store import Store
+import numpy as np
+
+from tiercache.store import CommitMissingError, Store
 
 
 def digest(store: Store) -> str:
@@ -39,3 +44,25 @@ def read_on(path: Path, end: Connection) -> None:
             if store.commit is not None:
                 end.send((store.commit.id, digest(store), digest(store)))
     end.send(None)
+
+
+def read(path: Path, seconds: float, seed: int) -> list[tuple[int, str]]:
+    """Open a store with a commit repeatedly, keep some open, and return commits that were read, with their digests."""
+    draw, found, held = random.Random(seed), list[tuple[int, str]](), list[Store]()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(CommitMissingError):  # an older commit without a lease
+            held.append(Store.open(path, mode="r"))
+            store = draw.choice(held)
+            table = draw.choice(store.tables)
+            for keys, fields in store.scan(table.name):
+                looked_up = store.lookup(table.name, keys)
+                assert all(map(np.array_equal, fields, looked_up.values())), (store.commit, table.name)
+            found.append((store.commit.id, digest(store)))
+            with store.at(draw.choice(store.commits).id) as older:
+                found.append((older.commit.id, digest(older)))
+        if len(held) > 3:
+            held.pop(draw.randrange(len(held))).close()
+    for store in held:
+        store.close()
+    return found

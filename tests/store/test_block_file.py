@@ -1,6 +1,7 @@
 """The file of blobs and its free space: data of any size, memory address and write path comes back."""
 
 import errno
+import itertools
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -117,6 +118,20 @@ def aligned(size: int, shift: int = 0) -> NDArray[np.uint8]:
     return np.frombuffer(mmap.mmap(-1, size + PAGE_BYTES), np.uint8)[shift : shift + size]
 
 
+def random_bytes(size: int, seed: int, shift: int = 0) -> NDArray[np.uint8]:
+    """Return such memory, filled."""
+    data = aligned(size, shift)
+    data[:] = some_bytes(size, seed)
+    return data
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[BlockFile]:
+    """An empty file of blobs."""
+    with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)) as made:
+        yield made
+
+
 def put(file: BlockFile, data: Sequence[NDArray[np.uint8]], *, stable: bool = False) -> list[Extents]:
     """Write blobs in one part each."""
     rooms = file.take([one.size for one in data])
@@ -135,12 +150,9 @@ SIZES = [0, 1, 4095, 4096, 4097, 100_000, 262_143, 262_144, 262_145, 3 * 4096 * 
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("stable", [True, False])
-def test_blobs_come_back_from_any_memory(tmp_path: Path, *, stable: bool, direct: bool, split: bool) -> None:
+@pytest.mark.parametrize(("stable", "direct", "split"), [*itertools.product([True, False], repeat=3)])
+def test_any_memory_comes_back(tmp_path: Path, file: BlockFile, *, stable: bool, direct: bool, split: bool) -> None:
     """Blobs of all sizes, aligned or not, gathered or not, past the page cache or through it; also ranges of them."""
-    file = BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)
     if not direct:
         file._direct = None
     if split:
@@ -151,8 +163,7 @@ def test_blobs_come_back_from_any_memory(tmp_path: Path, *, stable: bool, direct
     held = []
     for shift in (0, 64):
         for size in [*SIZES, *rng.permutation(SIZES).tolist()]:
-            data = aligned(size, shift)
-            data[:] = rng.integers(0, 256, size, dtype=np.uint8)
+            data = random_bytes(size, len(blobs), shift)
             blobs.append((put(file, [data], stable=stable)[0], data.tobytes()))
             if stable:
                 held.append(data)
@@ -176,6 +187,7 @@ def test_blobs_come_back_from_any_memory(tmp_path: Path, *, stable: bool, direct
 
 
 RANGES = [(first * 50_021 % 3_000_000, 60_000 + first * 997) for first in range(200)]
+Large = tuple[BlockFile, Extents, list[bytes]]
 
 
 def read_ranges(file: BlockFile, room: Extents) -> list[bytes]:
@@ -186,20 +198,18 @@ def read_ranges(file: BlockFile, room: Extents) -> list[bytes]:
 
 
 @pytest.fixture
-def large(tmp_path: Path) -> Iterator[tuple[BlockFile, Extents, list[bytes]]]:
+def large(file: BlockFile) -> Large:
     """Return a file with a blob, and the bytes of RANGES of it."""
-    data = aligned(3_300_000)
-    data[:] = np.random.default_rng(3).integers(0, 256, data.size, dtype=np.uint8)
-    with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)) as file:
-        (room,) = put(file, [data])
-        file.flush()
-        yield file, room, [data[low : low + size].tobytes() for low, size in RANGES]
+    data = random_bytes(3_300_000, 3)
+    (room,) = put(file, [data])
+    file.flush()
+    return file, room, [data[low : low + size].tobytes() for low, size in RANGES]
 
 
-Large = tuple[BlockFile, Extents, list[bytes]]
+needs_kernel = pytest.mark.skipif(direct_io._Kernel.open() is None, reason="no asynchronous I/O here")
 
 
-@pytest.mark.parametrize("has_kernel", [True, False])
+@pytest.mark.parametrize("has_kernel", [pytest.param(True, marks=needs_kernel), False])
 def test_many_ranges_are_read_together(large: Large, monkeypatch: pytest.MonkeyPatch, *, has_kernel: bool) -> None:
     """By one call for 64 of them; one by one on a system without asynchronous I/O."""
     file, room, expected = large
@@ -212,40 +222,15 @@ def test_many_ranges_are_read_together(large: Large, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(direct_io._Kernel, "read", counted)
     if not has_kernel:
         monkeypatch.setattr(direct_io._Kernel, "open", lambda: None)
-    elif direct_io._Kernel.open() is None:
-        pytest.skip("this system has no asynchronous I/O, or does not allow it")
     assert read_ranges(file, room) == expected
     if file._direct is not None:
         long = sum(size >= 64 << 10 for _, size in RANGES)
         assert calls == ([min(64, long - first) for first in range(0, long, 64)] if has_kernel else [])
 
 
-@pytest.mark.parametrize("most", [0, 1, 4096, 5000, 70_000, -errno.EINVAL, -errno.EAGAIN])
-def test_ranges_are_whole_however_little_the_kernel_reads(
-    large: Large, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    """What it did not read comes through the page cache, or by a call of its own."""
-    file, room, expected = large
-    monkeypatch.setattr(direct_io, "_Kernel", Lacking)
-    monkeypatch.setattr(Lacking, "most", most)
-    assert read_ranges(file, room) == expected
-
-
-def test_an_error_of_the_disk_is_raised(large: Large, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the others have ended."""
-    file, room, expected = large
-    monkeypatch.setattr(direct_io, "_Kernel", Lacking)
-    monkeypatch.setattr(Lacking, "most", -errno.EIO)
-    with pytest.raises(BlockReadError, match=r"cannot be read \(\[Errno 5\]"):
-        read_ranges(file, room)
-    monkeypatch.setattr(Lacking, "most", 1 << 30)
-    assert read_ranges(file, room) == expected
-
-
+@needs_kernel
 def test_an_interruption_waits_for_reads_in_flight(large: Large, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory is the caller's again, and later reads work."""
-    if direct_io._Kernel.open() is None:
-        pytest.skip("this system has no asynchronous I/O, or does not allow it")
     file, room, expected = large
     made, calls = direct_io._Kernel._made, list[str]()
 
@@ -280,44 +265,45 @@ class Lacking(direct_io._Kernel):
         return [min(result, self.most) for result in results]
 
 
-def test_the_rest_of_a_last_page_is_zeros(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [0, 1, 4096, 5000, 70_000, -errno.EINVAL, -errno.EAGAIN])
+def test_ranges_are_whole_whatever_the_kernel_reads(large: Large, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """What it did not read comes through the page cache, or by a call of its own; an error of the disk is raised."""
+    file, room, expected = large
+    monkeypatch.setattr(direct_io, "_Kernel", Lacking)
+    monkeypatch.setattr(Lacking, "most", -errno.EIO)
+    with pytest.raises(BlockReadError, match=r"cannot be read \(\[Errno 5\]"):
+        read_ranges(file, room)
+    monkeypatch.setattr(Lacking, "most", most)
+    assert read_ranges(file, room) == expected
+
+
+def test_the_rest_of_a_last_page_is_zeros(tmp_path: Path, file: BlockFile) -> None:
     """Even if the file had other bytes."""
-    with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)) as file:
-        (full,) = put(file, [np.full(3 * PAGE_BYTES, 255, np.uint8)])
-        file.flush()
-        file.give(full.runs)
-        put(file, [np.full(10, 7, np.uint8), np.full(5000, 8, np.uint8)])
-        file.flush()
-        data = (tmp_path / "blocks").read_bytes()
-        assert data[: 3 * PAGE_BYTES] == bytes([7] * 10 + [0] * 4086 + [8] * 5000 + [0] * 3192)
+    (full,) = put(file, [np.full(3 * PAGE_BYTES, 255, np.uint8)])
+    file.flush()
+    file.give(full.runs)
+    put(file, [np.full(10, 7, np.uint8), np.full(5000, 8, np.uint8)])
+    file.flush()
+    data = (tmp_path / "blocks").read_bytes()
+    assert data[: 3 * PAGE_BYTES] == bytes([7] * 10 + [0] * 4086 + [8] * 5000 + [0] * 3192)
 
 
-def test_blobs_of_one_put_stand_together(tmp_path: Path) -> None:
+def test_blobs_of_one_put_stand_together(file: BlockFile) -> None:
     """In one run if there is one, and the file grows only by the missing bytes."""
-    with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)) as file:
-        rooms = file.take([5000, 0, 100_000, 1])
-        assert [room.runs for room in rooms] == [((0, 8192),), (), ((8192, 102_400),), ((110_592, 4096),)]
-        assert file.size == 114_688
-        file.give(rooms[2].runs)
-        (room,) = file.take([204_800])
-        assert room.runs == ((8192, 102_400), (114_688, 102_400))
-        assert file.size == 217_088
+    rooms = file.take([5000, 0, 100_000, 1])
+    assert [room.runs for room in rooms] == [((0, 8192),), (), ((8192, 102_400),), ((110_592, 4096),)]
+    assert file.size == 114_688
+    file.give(rooms[2].runs)
+    (room,) = file.take([204_800])
+    assert room.runs == ((8192, 102_400), (114_688, 102_400))
+    assert file.size == 217_088
+    file.give([(114_688, 102_400)])  # free room at the end, and what the file grows by, are one run
+    (room,) = file.take([204_800])
+    assert room.runs == ((114_688, 204_800),)
 
 
-def test_free_room_at_the_end_and_what_the_file_grows_by_are_one_run(tmp_path: Path) -> None:
-    """So data written together is read by one call."""
-    with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)) as file:
-        _, last = file.take([8192, 8192])
-        file.give(last.runs)
-        (room,) = file.take([20_480])
-        assert room.runs == ((8192, 20_480),)
-
-
-def test_a_file_system_that_refuses_to_pass_the_cache_is_written_through_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_to_pass_the_cache_writes_through_it(file: BlockFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may accept the flag and refuse the write; and it may write only part of the data."""
-    file = BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)
     refused, write = file._direct, os.pwritev
 
     def pwritev(handle: int, views: list[memoryview], offset: int) -> int:
@@ -326,22 +312,19 @@ def test_a_file_system_that_refuses_to_pass_the_cache_is_written_through_it(
         return write(handle, [b"".join(views)[: 3 * PAGE_BYTES + 5]], offset)
 
     monkeypatch.setattr(os, "pwritev", pwritev)
-    data = aligned(300_000)
-    data[:] = np.random.default_rng(2).integers(0, 256, data.size, dtype=np.uint8)
+    data = random_bytes(300_000, 2)
     (room,) = put(file, [data], stable=True)
     file.flush()
     assert bytes_of(file, room) == data.tobytes()
-    file.close()
 
 
-def test_a_failed_write_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_gives_its_room_back(file: BlockFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is as long as before, and queued data is not written later."""
-    file = BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)
     (first,) = put(file, [np.full(10_000, 7, np.uint8)])
     file.flush()
     size = file.size
 
-    def full(*_arguments: Any) -> int:
+    def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "full")
 
     with monkeypatch.context() as patched:
@@ -354,7 +337,6 @@ def test_a_failed_write_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.
     put(file, [np.full(10_000, 8, np.uint8)])
     file.flush()
     assert set(bytes_of(file, first)) == {7}
-    file.close()
 
 
 def test_a_take_that_fails_takes_nothing(tmp_path: Path) -> None:
@@ -363,17 +345,15 @@ def test_a_take_that_fails_takes_nothing(tmp_path: Path) -> None:
         rooms = [file.take([200_000])[0] for _ in range(4)]
         file.give(run for room in rooms[::2] for run in room.runs)
         free = [*file.space.runs]
-        with pytest.raises(
-            StoreFullError, match=r"needs 905,216 more bytes but .* may hold 1,048,576: raise store_budget"
-        ):
+        words = r"needs 905,216 more bytes but .* may hold 1,048,576: raise store_budget"
+        with pytest.raises(StoreFullError, match=words):
             file.take([900_000, 1])
         assert file.space.runs == free
         assert sum(count for room in file.take([400_000]) for _, count in room.runs) == paged(400_000)
 
 
-def test_a_short_file_is_an_error_on_reading(tmp_path: Path) -> None:
+def test_a_short_file_is_an_error_on_reading(tmp_path: Path, file: BlockFile) -> None:
     """For ranges past the page cache and through it; nothing is written to it."""
-    file = BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)
     (room,) = put(file, [aligned(600_000)], stable=True)
     file.flush()
     os.truncate(tmp_path / "blocks", 5000)
@@ -386,31 +366,25 @@ def test_a_short_file_is_an_error_on_reading(tmp_path: Path) -> None:
     file.trim()
     assert file.size == 0
     assert file.take([10])[0].runs == ((0, PAGE_BYTES),)
-    file.close()
 
 
-def test_room_that_overlaps_is_refused(tmp_path: Path) -> None:
+def test_room_that_overlaps_is_refused(file: BlockFile) -> None:
     """Separate places are accepted, in any order."""
-    with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)) as file:
-        file.take([100_000])
-        runs: list[Run] = [(49_152, 4096), (0, 4096), (8192, 8192)]
-        file.occupy(runs)
-        assert file.space.runs == [(4096, 8192), (16_384, 49_152), (53_248, 102_400)]
-        with pytest.raises(CorruptStoreError, match=r"blobs overlap in .*: restore the store from a copy"):
-            file.occupy([*runs, (4096, 8192)])
-        file.occupy([])
-        assert file.space.runs == [(0, 102_400)]
+    file.take([100_000])
+    runs: list[Run] = [(49_152, 4096), (0, 4096), (8192, 8192)]
+    file.occupy(runs)
+    assert file.space.runs == [(4096, 8192), (16_384, 49_152), (53_248, 102_400)]
+    with pytest.raises(CorruptStoreError, match=r"blobs overlap in .*: restore the store from a copy"):
+        file.occupy([*runs, (4096, 8192)])
+    file.occupy([])
+    assert file.space.runs == [(0, 102_400)]
 
 
 def test_a_sync_of_blobs_that_failed_is_never_called_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel drops the failed pages, so a second sync would succeed without them (Rebello et al., 2020).
-
-    The publish fails, and so do later ones, and the store opens at its old commit.
-    """
+    """The kernel drops the failed pages, so a second sync would succeed without them (Rebello et al., 2020)."""
     engine = LmdbEngine(tmp_path, create=True)
     publish(engine, 0)
     blobs.put(engine, [plain("states/0.1", some_bytes(100_000))])
-
     blobs.assert_broken_by_a_failed_sync(engine, monkeypatch, os, "fdatasync")
     engine = LmdbEngine(tmp_path, create=False)
     assert engine.newest() == head_of(0)

@@ -34,10 +34,7 @@ def rows_of(table: Table, keys: np.ndarray, seed: int = 0) -> tuple[np.ndarray, 
     memory_bytes=st.sampled_from([2_000, 8_000, 1 << 20]),
     seed=st.integers(0, 99),
 )
-def test_a_filled_store_holds_the_rows_that_were_given(
-    counts: list[int], chunk: int, memory_bytes: int, seed: int
-) -> None:
-    """For any order of keys and tables, chunk by chunk, with any memory: every bit of every row."""
+def test_a_filled_store_holds_the_rows_given(counts: list[int], chunk: int, memory_bytes: int, seed: int) -> None:
     tables = small_tables()
     generator = np.random.default_rng(seed)
     keys = {t.name: np.unique(generator.integers(-(1 << 62), 1 << 62, n)) for t, n in zip(tables, counts, strict=True)}
@@ -70,13 +67,10 @@ def test_a_filled_store_holds_the_rows_that_were_given(
 
 def test_rows_found_by_key_are_those_that_were_filled(home: Home) -> None:
     """Lookup needs nothing except a filled store, and verification finds it intact."""
-    store = home.open([ONE])
-    keys = np.arange(1000, dtype=np.int64)
+    store, keys = home.open([ONE]), np.arange(1000, dtype=np.int64)
     rows = rows_of(ONE, keys)
     load_rows(store, [("one", (keys, rows))])
-    ids, at = store.locate("one", keys, after=-1)
-    assert set(ids.tolist()) == {store.segments[0].id}
-    for mine, given_ in zip(store.read_rows(store.segments[0], 0, at), rows, strict=True):
+    for mine, given_ in zip(store.lookup("one", keys).values(), rows, strict=True):
         assert mine.tobytes() == given_.tobytes()
     home.close()
     if home.kind == "lmdb":
@@ -86,38 +80,33 @@ def test_rows_found_by_key_are_those_that_were_filled(home: Home) -> None:
 
 KEYS = np.arange(3, dtype=np.int64)
 ROWS = rows_of(ONE, KEYS)
+ZEROS = np.zeros(100, dtype=np.int64)
+LEAST = np.int64(-(1 << 63))
 
 
 @pytest.mark.parametrize(
     ("chunks", "sentence"),
     [
-        ([("two", (KEYS, ROWS))], "rows of table 'two', but the store .* has 'one'"),
+        ([(KEYS, ROWS), (KEYS[2:], (ROWS[0][2:], ROWS[1][2:]))], "key 2 of table 'one' occurs twice"),
+        ([(ZEROS, rows_of(ONE, ZEROS))], "key 0 of table 'one' occurs twice"),  # more than fit in memory
+        ([(KEYS + LEAST, ROWS)], "key -9223372036854775808 .* reserved for the out-of-vocabulary row"),
+        ([(KEYS + LEAST + 1, ROWS)], "key -9223372036854775807 .* reserved for the null row"),
+        ([(KEYS, ROWS[:1])], "have 1 fields, not vector, sum: or pass initial_state to start from the initial state"),
         (
-            [("one", (KEYS, ROWS)), ("one", (KEYS[2:], (ROWS[0][2:], ROWS[1][2:])))],
-            "key 2 of table 'one' occurs twice",
-        ),
-        (
-            [("one", (KEYS + np.int64(-(1 << 63)), ROWS))],
-            "key -9223372036854775808 .* reserved for the out-of-vocabulary row",
-        ),
-        ([("one", (KEYS + np.int64(1 - (1 << 63)), ROWS))], "key -9223372036854775807 .* reserved for the null row"),
-        (
-            [("one", (KEYS, ROWS[:1]))],
-            "have 1 fields, not vector, sum: or pass initial_state to start from the initial state",
-        ),
-        (
-            [("one", (KEYS, (ROWS[0][:, :1], ROWS[1])))],
+            [(KEYS, (ROWS[0][:, :1], ROWS[1]))],
             r"vector of table 'one' is \(3, 1\) .* expected float32 of shape \(3, 2\)",
         ),
-        ([("one", (KEYS, (ROWS[0].astype(np.float64), ROWS[1])))], "of float64"),
-        ([("one", (KEYS.astype(np.int32), ROWS))], "expected int64 of shape"),
+        ([(KEYS, (ROWS[0].astype(np.float64), ROWS[1]))], "of float64"),
+        ([(KEYS.astype(np.int32), ROWS)], "expected int64 of shape"),
     ],
 )
 def test_rows_that_cannot_be_taken_are_refused(home: Home, chunks: Any, sentence: str) -> None:
-    """With an error; the store stays empty and can be filled."""
+    """The store stays empty and can be filled."""
     store = home.open([ONE])
     with pytest.raises(ValueError, match=sentence):
-        load_rows(store, [*chunks], memory_bytes=1)
+        load_rows(store, [("one", chunk) for chunk in chunks], memory_bytes=1)
+    with pytest.raises(ValueError, match=r"rows of table 'two', but the store .* has 'one'"):
+        load_rows(store, [("two", (KEYS, ROWS))])
     store = home.open()
     assert store.commit is None
     assert store.segments == ()
@@ -142,18 +131,9 @@ def test_a_store_with_uncommitted_rows_is_refused(big: Store) -> None:
         load_rows(big, [])
 
 
-def test_keys_that_share_every_bit_of_their_hash_are_one_key() -> None:
-    """More equal keys than fit in memory are detected, not sorted forever."""
-    with Store.open(None, tables=[ONE], engine=MemoryEngine()) as store:
-        keys = np.zeros(100, dtype=np.int64)
-        with pytest.raises(ValueError, match="key 0 of table 'one' occurs twice"):
-            load_rows(store, [("one", (keys, rows_of(ONE, keys)))], memory_bytes=1_000)
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_full_disk_leaves_the_store_empty(call: int) -> None:
-    """At any call of the engine."""
     memory = MemoryEngine()
     engine = FailingEngine(memory)
     store = Store.open(None, tables=[BIG], engine=engine)
@@ -170,7 +150,6 @@ def test_a_full_disk_leaves_the_store_empty(call: int) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """Several times as many rows as fit in memory; the temporary files are deleted."""
     memory = 8 << 20
 
     def chunks() -> Iterator[tuple[str, Any]]:

@@ -44,20 +44,14 @@ class TestLmdbEngine(EngineContract):
 
 
 class TestZarrEngine(TestLmdbEngine):
-    """Arrays on the local disk."""
-
     kind = "ZarrEngine"
 
 
 class TestZarrEngineWithZstd(TestZarrEngine):
-    """Compressed arrays."""
-
     compression = "zstd"
 
 
 class TestZarrEngineWithBlosc(TestZarrEngine):
-    """Compressed arrays."""
-
     compression = "blosc"
 
 
@@ -81,6 +75,4 @@ class TestZarrEngineElsewhere(EngineContract):
 
 
 class TestZarrEngineElsewhereWithZstd(TestZarrEngineElsewhere):
-    """Compressed arrays in such a store."""
-
     compression = "zstd"

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 
 from tests.store.conftest import small_tables
 from tests.store.world import World
-from tiercache.store import Store, StoreError, StoreFullError, files, key_invariants
+from tiercache.store import Store, StoreError, StoreFullError, files
 from tiercache.store.engines.engine import Counters
 from tiercache.store.external_sort import ExternalSorter
 from tiercache.store.files import ScratchFile, check_room
-from tiercache.store.snapshot import Snapshot
-from tiercache.store.verification import Verification
 
 
 @settings(max_examples=15, deadline=None)
@@ -62,38 +60,7 @@ def test_rows_come_back_in_hash_order_whatever_the_memory(
     assert counters.spill_bytes_read == counters.spill_bytes_written
 
 
-def report(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the verification's report and the bytes of keys that it read."""
-    with Store.open(path, mode="r") as store:
-        found = Verification(store).run()
-        return {name: value for name, value in found.items() if name != "seconds"}, store.counters.key_bytes_read
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("retention", [1, 3])
-@pytest.mark.parametrize("careless", [False, True])
-def test_keys_are_read_once_whatever_fits_into_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retention: int, *, careless: bool
-) -> None:
-    """With a few rows at a time the same is found, with the same reads, and no file remains."""
-    world = World(small_tables(), num_passes=4, block_rows=20)
-    with Store.open(tmp_path / "s", tables=world.tables, retention=retention) as store:
-        world.run(store, 5)
-    if careless:
-        monkeypatch.setattr(Snapshot, "first_range", lambda *_: 0)
-    at_once = report(tmp_path / "s")
-    assert any("have two live rows" in problem for problem in at_once[0]["problems"]) == careless
-    assert careless or not at_once[0]["problems"]
-    before = sorted(tmp_path.rglob("*"))
-    for num_bytes in (1, 1000, 6000):
-        monkeypatch.setattr(key_invariants, "SORT_BYTES", num_bytes)
-        assert report(tmp_path / "s") == at_once
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_the_temporary_directory_stands_in_for_a_folder_without_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_temporary_directory_replaces_a_folder_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or one that is not writable for this process; without either, the error says how much is needed."""
     hashes = np.arange(10, dtype=np.uint64) << np.uint64(60)
     full: list[Path] = [tmp_path]
@@ -120,9 +87,6 @@ def test_the_temporary_directory_stands_in_for_a_folder_without_room(
         sorted_in(tmp_path)
 
 
-# -- temporary files -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.disk
 def test_a_reader_that_may_not_write_to_the_store_scans_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sort files are in the system's folder for temporary files; the writer's are in the store's."""
@@ -145,7 +109,6 @@ def test_a_reader_that_may_not_write_to_the_store_scans_it(tmp_path: Path, monke
 
 @pytest.mark.disk
 def test_room_that_is_not_needed_any_more_comes_back(tmp_path: Path) -> None:
-    """If the file system has holes; data that was not freed is intact."""
     with ScratchFile(tmp_path, "a test") as file:
         data = np.random.default_rng(1).integers(0, 256, 1 << 20, dtype=np.uint8)
         file.write(data, 0)

@@ -1,30 +1,26 @@
 """Forgotten rows: hidden at once from every read, removed by the next rewrite, and from the files on request."""
 
 import warnings
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.store.conftest import Home, small_tables
-from tests.store.failing import FailingEngine
-from tests.store.test_alter import changed, check, converted, grown
-from tests.store.test_rewrite import rows_of
+from tests.store.test_alter import changed, check, converted
 from tests.store.world import World
-from tiercache.store import Adam, Cursor, MemoryEngine, Store, StoreFullError, alter, differences, forget, verify
+from tiercache.store import Adam, Cursor, MemoryEngine, Store, alter, differences, forget, verify
 from tiercache.store.store_errors import CommitMissingError
 
 
 def keys_of(world: World, name: str) -> np.ndarray:
-    """Return the keys of a table with rows."""
     return np.array(sorted(key for table, key in world.rows if table == name), np.int64)
 
 
 def drop(world: World, name: str, keys: np.ndarray) -> None:
-    """Remove rows from the dict."""
     for key in keys.tolist():
         del world.rows[name, key]
         del world.changed[name, key]
@@ -37,10 +33,8 @@ def drop(world: World, name: str, keys: np.ndarray) -> None:
     steps=st.lists(st.sampled_from(["forget", "import", "alter", "compact"]), min_size=1, max_size=5),
     share=st.floats(0, 1),
 )
-def test_forgotten_keys_have_no_row_whatever_comes_after(
-    seed: int, trained: int, steps: list[str], share: float
-) -> None:
-    """Imports over them, alterations, more deletions, a compaction, and then a training that uses them again."""
+@example(seed=0, trained=2, steps=["alter", "forget", "compact"], share=0.5)
+def test_forgotten_keys_have_no_row_whatever_follows(seed: int, trained: int, steps: list[str], share: float) -> None:
     world, draw = World(small_tables()[:3], seed=seed, keys_per_pass=9, universe=30), np.random.default_rng(seed)
     with Store.open(None, tables=world.tables, engine=MemoryEngine(), retention=3) as store:
         world.run(store, trained)
@@ -105,7 +99,7 @@ def test_rows_are_hidden_at_once_and_freed_by_the_next_rewrite(home: Home) -> No
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_rows_that_are_forgotten_now_are_in_no_file(tmp_path: Path, engine: str) -> None:
-    """Not under a retained commit; under a pin they stay, and the pin is named."""
+    """Not under a retained commit; under a pin and for a reader they stay, and these are named."""
     world, path = World(small_tables(), keys_per_pass=30), tmp_path / "s.tc"
     with Store.open(path, tables=world.tables, engine=engine, retention=3) as store:
         world.run(store, 4)
@@ -117,10 +111,13 @@ def test_rows_that_are_forgotten_now_are_in_no_file(tmp_path: Path, engine: str)
         return sum(any(vector.tobytes() in data for data in files) for vector in vectors)
 
     assert are_there() == keys.size
-    with Store.open(path) as store:
-        store.pin("best")
+    with Store.open(path) as store, Store.open(path, mode="r") as reader:
+        store.pin("best", 2)
         done = forget(store, "word", keys, now=True)
-        assert [line.split(" (")[1] for line in done.listed_by] == ["pin 'best')"]
+        assert done.listed_by == ("commit 2 (pin 'best')", "commit 3 (a reader)")
+        assert reader.lookup("word", keys)["vector"].tobytes() == vectors.tobytes()
+    with Store.open(path) as store:
+        assert [line.split(" (")[1] for line in forget(store, "word", keys, now=True).listed_by] == ["pin 'best')"]
         store.unpin("best")
         done = forget(store, "word", keys, now=True)
         assert (done.rows, done.listed_by, done.waiting_bytes) == (0, (), 0)
@@ -129,19 +126,6 @@ def test_rows_that_are_forgotten_now_are_in_no_file(tmp_path: Path, engine: str)
         check(store, world.rows)
     assert are_there() == 0
     assert verify(path)["problems"] == []
-
-
-def test_a_reader_that_lists_the_rows_is_named(tmp_path: Path) -> None:
-    """In this process and through its lease, until it is closed."""
-    world, path = World(small_tables()), tmp_path / "s.tc"
-    with Store.open(path, tables=world.tables) as store:
-        world.run(store, 2)
-        keys = keys_of(world, "user")[:5]
-        with Store.open(path, mode="r") as reader:
-            done = forget(store, "user", keys, now=True)
-            assert done.listed_by == ("commit 1 (a reader)",)
-            assert reader.lookup("user", keys)["vector"].any()
-        assert forget(store, "user", keys, now=True).listed_by == ()
 
 
 def test_rows_that_no_commit_wrote_since_are_forgotten(home: Home) -> None:
@@ -155,59 +139,9 @@ def test_rows_that_no_commit_wrote_since_are_forgotten(home: Home) -> None:
     assert forget(store, "item", unused_since=1).rows == old.size
     drop(world, "item", old)
     check(store, world.rows)
-    with pytest.raises(
-        ValueError, match=r"no row of .* changed after commit 4, because the newest is 4: pass an older commit"
-    ):
+    words = r"no row of .* changed after commit 4, because the newest is 4: pass an older commit"
+    with pytest.raises(ValueError, match=words):
         forget(store, "item", unused_since=4)
-
-
-def test_an_altered_store_forgets_keys_of_its_tables(home: Home) -> None:
-    """The tombstone has the groups of the segments; a new table has no rows to forget."""
-    world, tables = World(small_tables()), grown(small_tables())
-    store = home.open(world.tables)
-    world.run(store, 2)
-    alter(store, tables)
-    keys = keys_of(world, "user")[::2]
-    assert forget(store, "user", keys).rows == keys.size
-    drop(world, "user", keys)
-    rows = converted(world.rows, world.tables, tables)
-    check(store, rows)
-    store.compact()
-    check(store, rows)
-    assert not store.snapshot.has_tombstones
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("first", range(1, 5))
-def test_a_forget_that_fails_changes_nothing(first: int) -> None:
-    """At any point where the store runs out of space, a quarter at a time; also for an alteration."""
-    refused = 0
-    for call in range(first, 60, 4):
-        world, engine = World(small_tables()), FailingEngine(MemoryEngine())
-        with Store.open(None, tables=world.tables, engine=engine) as store:
-            world.run(store, 2)
-            keys = keys_of(world, "item")[:5]
-            rows, commit = rows_of(store), store.commit
-            engine.fail_in(call)
-            try:
-                alter(store, grown(small_tables()))
-                rows, commit = {}, store.commit
-                forget(store, "item", keys)
-            except StoreFullError:
-                refused += 1
-                engine.fail_in(None)
-                assert store.commit == commit
-                assert not rows or rows_of(store) == rows
-                check(store, converted(world.rows, small_tables(), store.tables))
-                continue
-            if not engine.failed:
-                engine.fail_in(None)
-                drop(world, "item", keys)
-                check(store, converted(world.rows, small_tables(), store.tables))
-                break
-    else:
-        pytest.fail("nothing came to its end")
-    assert refused > 3
 
 
 def test_changes_warn_of_rows_that_were_forgotten_since(home: Home) -> None:
@@ -238,30 +172,28 @@ def test_changes_warn_of_rows_that_were_forgotten_since(home: Home) -> None:
 
 
 def test_what_cannot_be_forgotten_is_refused() -> None:
-    """Unknown tables, invalid keys, both or neither choice, inside a pass, without a commit, an unknown commit."""
     world, keys = World(small_tables()), np.array([1, 2])
+    masked = np.ma.array([1, 2], mask=[False, True])
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
-        with pytest.raises(ValueError, match="has no commit yet"):
-            forget(store, "item", keys)
+
+        def refuses(words: str, name: str, given: Any = None, **options: Any) -> None:
+            with pytest.raises(ValueError, match=words):
+                forget(store, name, given, **options)
+
+        refuses("has no commit yet", "item", keys)
         world.run(store, 2)
-        with pytest.raises(ValueError, match="has no table 'none': it has"):
-            forget(store, "none", keys)
-        with pytest.raises(ValueError, match="expected a flat array of integers"):
-            forget(store, "item", np.array([0.5]))
-        for use in (store.lookup, partial(forget, store)):
-            with pytest.raises(ValueError, match=r"keys have masked values: leave them out with keys.compressed\(\)"):
-                use("item", np.ma.array([1, 2], mask=[False, True]))
+        refuses("has no table 'none': it has", "none", keys)
+        refuses("expected a flat array of integers", "item", np.array([0.5]))
+        refuses("pass either keys or unused_since", "item")
+        refuses("pass either keys or unused_since", "item", keys, unused_since=0)
+        refuses(r"keys have masked values: leave them out with keys.compressed\(\)", "item", masked)
+        with pytest.raises(ValueError, match=r"keys have masked values: leave them out with keys.compressed\(\)"):
+            store.lookup("item", masked)
         assert (forget(store, "item", []).rows, store.lookup("item", [])["vector"].size) == (0, 0)
-        for options in ({}, {"keys": keys, "unused_since": 0}):
-            with pytest.raises(ValueError, match="pass either keys or unused_since"):
-                forget(store, "item", **options)
         with pytest.raises(CommitMissingError, match="has no changes since -2"):
             forget(store, "item", unused_since=-2)
         world.train()
         world.append(store, within=True)
         world.publish(store, sample=3)
-        with pytest.raises(
-            ValueError, match="stands inside pass 2: train to the end of a pass before rows are forgotten"
-        ):
-            forget(store, "item", keys)
+        refuses("stands inside pass 2: train to the end of a pass before rows are forgotten", "item", keys)
         assert store.commit.cursor == Cursor(2, 3)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiercache.kernels.cpu.initial as kernels
-from tiercache.store import Adam, Constant, Normal, Table, Uniform, Zeros, initializer_code, mix, xxh64
+from tiercache.store import Adam, Constant, Normal, Table, Uniform, Zeros, initializer_code, xxh64
 from tiercache.store.row_codec import initial_rows
 
 
@@ -22,7 +22,6 @@ from tiercache.store.row_codec import initial_rows
     ],
 )
 def test_xxh64_gives_the_published_values(data: bytes, expected: int) -> None:
-    """Short input, and input of more than 32 bytes."""
     assert xxh64(data) == expected
 
 
@@ -33,15 +32,6 @@ def test_xxh64_reads_every_byte_and_the_seed() -> None:
     seen |= {xxh64(data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :]) for i in range(100)}
     assert len(seen) == 302
 
-
-def test_mix_leaves_its_argument_alone() -> None:
-    """It returns a new array."""
-    values = np.arange(5, dtype=np.uint64)
-    mix(values)
-    assert values.tolist() == [0, 1, 2, 3, 4]
-
-
-# -- initial rows --------------------------------------------------------------------------------------------
 
 STARTS = st.one_of(
     st.just(Zeros()),

@@ -4,14 +4,14 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
-import google_crc32c
-import numpy as np
 import pytest
 
 from tests.files import flipped
-from tests.store.blobs import Content, check, drop_all, head_of, plain, publish, some_bytes
+from tests.store.blobs import Content, check, commit_of, drop_all, head_of, plain, publish, some_bytes
 from tests.store.damage import assert_sentence
 from tiercache.store import CorruptStoreError, LmdbEngine, StoreError
 from tiercache.store.engines.lmdb_engine import BLOCKS
@@ -19,7 +19,6 @@ from tiercache.store.engines.lmdb_map import HEAD, LmdbFile, Slot
 
 PAGE_BYTES, META_BYTES, SLOT_BYTES = 4096, 152, 52
 COMMITS = 3
-MODES = pytest.mark.parametrize("readonly", [True, False])
 
 
 def made(path: Path, commits: int = COMMITS) -> list[Content]:
@@ -37,15 +36,12 @@ def made(path: Path, commits: int = COMMITS) -> list[Content]:
 
 def look(path: Path, contents: list[Content], *, readonly: bool = True, commits: int = COMMITS) -> None:
     """Assert that an engine has all its blobs, and is at its newest head."""
-    engine = LmdbEngine(path, create=False, readonly=readonly)
-    try:
+    with closing(LmdbEngine(path, create=False, readonly=readonly)) as engine:
         assert engine.newest() == head_of(commits - 1)
         assert engine.list().keys() == {one.blob.name for one in contents}
         check(engine, contents)
         if not readonly:
             drop_all(engine, [])
-    finally:
-        engine.close()
 
 
 def bytes_of(path: Path) -> dict[str, bytes]:
@@ -64,24 +60,23 @@ def bit_of(at: int) -> tuple[int]:
 
 
 def flip_bits(path: Path, name: str, places: Iterable[int], bits: Callable[[int], Iterable[int]] = bit_of) -> int:
-    """Flip bits of a file one at a time, reading and writing: the right blobs or an error; refused files do not change.
+    """Flip bits of a file one at a time, reading and writing: the right blobs, or an error and no change.
 
-    Returns the number of refusals.
+    Returns the number of errors.
     """
     contents, refused = made(path), 0
     whole = bytes_of(path)
-    for at in places:
-        for bit in bits(at):
-            for readonly in (True, False):
-                with flipped(path / name, at, 1 << bit):
-                    try:
-                        look(path, contents, readonly=readonly)
-                    except StoreError as error:
-                        assert_sentence(error)
-                        refused += 1
-                        with flipped(path / name, at, 1 << bit):
-                            assert bytes_of(path) == whole, (at, bit)
-                put_back(path, whole)
+    flips = [(at, bit, readonly) for at in places for bit in bits(at) for readonly in (True, False)]
+    for at, bit, readonly in flips:
+        with flipped(path / name, at, 1 << bit):
+            seen = bytes_of(path)
+            try:
+                look(path, contents, readonly=readonly)
+            except StoreError as error:
+                assert_sentence(error)
+                refused += 1
+                assert bytes_of(path) == seen, (at, bit)
+        put_back(path, whole)
     look(path, contents)
     return refused
 
@@ -105,9 +100,8 @@ def test_no_flipped_bit_of_a_tree_page_hides_a_blob(tmp_path: Path, bits: Callab
     """Headers, offsets of nodes, keys, and every byte of an entry and of the head: each relevant one is refused."""
     path = tmp_path / "s.tc"
     made(path)
-    file = LmdbFile(str(path / "data.mdb"))
-    values = list(file.values())
-    file.close()
+    with closing(LmdbFile(str(path / "data.mdb"))) as file:
+        values = list(file.values())
     places = {at for v in values for at in range(v.offset - len(v.key) - 8, v.offset + v.size)}
     pages = {v.offset // PAGE_BYTES * PAGE_BYTES for v in values}
     places |= {page + byte for page in pages for byte in range(16 + 2 * len(values))}
@@ -115,72 +109,75 @@ def test_no_flipped_bit_of_a_tree_page_hides_a_blob(tmp_path: Path, bits: Callab
     assert flip_bits(path, "data.mdb", sorted(places), bits) > len(places)
 
 
-def number_at(page: int) -> int:
-    """Return the offset of the transaction number in a root."""
-    return page * PAGE_BYTES + META_BYTES - 8
-
-
 def lose_newest_root(path: Path) -> None:
     """Make LMDB fall back to the previous root, as if the newest were damaged."""
-    whole = (path / "data.mdb").read_bytes()
-    newest = max(range(2), key=lambda page: struct.unpack_from("<Q", whole, number_at(page)))
-    (number,) = struct.unpack_from("<Q", whole, number_at(newest))
-    with (path / "data.mdb").open("r+b") as file:
-        file.seek(number_at(newest))
-        file.write(struct.pack("<Q", number - 2))
+    whole = bytearray((path / "data.mdb").read_bytes())
+    places = [page * PAGE_BYTES + META_BYTES - 8 for page in (0, 1)]  # of the transaction numbers
+    number, at = max((*struct.unpack_from("<Q", whole, at), at) for at in places)
+    struct.pack_into("<Q", whole, at, number - 2)
+    (path / "data.mdb").write_bytes(whole)
 
 
-@MODES
-def test_a_store_whose_newest_root_is_gone_is_refused(tmp_path: Path, *, readonly: bool) -> None:
-    """HEAD shows that the previous root is not the newest."""
-    contents = made(tmp_path)
-    whole = bytes_of(tmp_path)
-    lose_newest_root(tmp_path)
-    seen = bytes_of(tmp_path)
-    with pytest.raises(CorruptStoreError, match="HEAD names") as caught:
-        LmdbEngine(tmp_path, create=False, readonly=readonly)
-    assert_sentence(caught.value)
-    assert bytes_of(tmp_path) == seen
-    put_back(tmp_path, whole)
-    look(tmp_path, contents)
-
-
-@MODES
-@pytest.mark.parametrize("slot", [0, 1])
-def test_no_older_commit_counts_once_something_was_dropped(tmp_path: Path, slot: int, *, readonly: bool) -> None:
-    """Even if the newest root and a slot of HEAD are gone: data of the previous commit was overwritten."""
-    path = tmp_path / "s"
-    made(path)
+def go_on(path: Path, *, dropping: bool = False) -> None:
     engine = LmdbEngine(path, create=False)
     for number in range(COMMITS, COMMITS + 3):
         publish(engine, number)
-        drop_all(engine, [plain(f"commits/{number - 1}", some_bytes(1))])
+        if dropping:
+            drop_all(engine, [plain(f"commits/{number - 1}", some_bytes(1))])
     engine.close()
+
+
+def lose_newest_root_and_slot(path: Path, slot: int) -> None:
+    """Leave the previous commit as the newest; its data was overwritten after it was dropped."""
+    go_on(path, dropping=True)
     lose_newest_root(path)
-    with (path / HEAD).open("r+b") as file:
-        os.pwrite(file.fileno(), bytes(SLOT_BYTES), slot * PAGE_BYTES)
-    with pytest.raises(CorruptStoreError, match="HEAD names"):
-        LmdbEngine(path, create=False, readonly=readonly)
+    head = bytearray((path / HEAD).read_bytes())
+    head[slot * PAGE_BYTES : slot * PAGE_BYTES + SLOT_BYTES] = bytes(SLOT_BYTES)
+    (path / HEAD).write_bytes(head)
 
 
-@MODES
-def test_an_older_copy_of_the_environment_is_refused(tmp_path: Path, *, readonly: bool) -> None:
-    """Intact, but not the newest: its blobs may have been overwritten since."""
-    path = tmp_path / "s"
-    made(path)
-    shutil.copyfile(path / "data.mdb", tmp_path / "older")
-    engine = LmdbEngine(path, create=False)
-    for number in range(2):
-        publish(engine, COMMITS + number)
-    engine.close()
-    shutil.copyfile(tmp_path / "older", path / "data.mdb")
-    with pytest.raises(CorruptStoreError, match="HEAD names"):
-        LmdbEngine(path, create=False, readonly=readonly)
+def restore_older_environment(path: Path) -> None:
+    """Bring back intact pages whose blobs may have been overwritten since."""
+    older = (path / "data.mdb").read_bytes()
+    go_on(path)
+    (path / "data.mdb").write_bytes(older)
 
 
-def test_a_transaction_that_was_killed_before_head_named_it_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def name_another_head(path: Path) -> None:
+    """Let the newest head be one ahead of HEAD, but not follow the one that HEAD names."""
+    Slot(Slot.read(path).number - 1, head_of(77).digest).create(path)
+
+
+def lose_head(path: Path) -> None:
+    """Leave nothing that shows if a commit is missing."""
+    (path / HEAD).write_bytes(bytes(2 * PAGE_BYTES))
+
+
+@pytest.mark.parametrize("readonly", [True, False])
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lose_newest_root, "HEAD names"),
+        (partial(lose_newest_root_and_slot, slot=0), "HEAD names"),
+        (partial(lose_newest_root_and_slot, slot=1), "HEAD names"),
+        (restore_older_environment, "HEAD names"),
+        (name_another_head, "HEAD names"),
+        (lose_head, "no part of it is intact"),
+    ],
+)
+def test_a_store_that_lost_its_newest_commit_is_refused_and_not_changed(
+    tmp_path: Path, damage: Callable[[Path], None], words: str, *, readonly: bool
 ) -> None:
+    made(tmp_path)
+    damage(tmp_path)
+    seen = bytes_of(tmp_path)
+    with pytest.raises(CorruptStoreError, match=words) as caught:
+        LmdbEngine(tmp_path, create=False, readonly=readonly)
+    assert_sentence(caught.value)
+    assert bytes_of(tmp_path) == seen
+
+
+def test_a_transaction_killed_before_head_named_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers accept one publish ahead of HEAD; the next writer first updates HEAD."""
     contents = made(tmp_path)
 
@@ -198,10 +195,10 @@ def test_a_transaction_that_was_killed_before_head_named_it_counts(
                 drop_all(engine, contents)
     check(engine, contents)
     engine.close()
-    contents.append(plain(f"commits/{COMMITS}", np.frombuffer(f"commit {COMMITS}".encode() * 9, np.uint8)))
+    contents.append(commit_of(COMMITS))
     assert Slot.read(tmp_path).number == COMMITS
-    look(tmp_path, contents, commits=COMMITS + 1)
-    look(tmp_path, contents, readonly=False, commits=COMMITS + 1)
+    for readonly in (True, False):
+        look(tmp_path, contents, readonly=readonly, commits=COMMITS + 1)
     assert Slot.read(tmp_path) == Slot(COMMITS + 1, head_of(COMMITS).digest)
 
 
@@ -221,27 +218,8 @@ def test_a_publish_syncs_its_blobs_then_head(tmp_path: Path, monkeypatch: pytest
     engine.close()
 
 
-def test_another_head_one_ahead_of_head_is_refused(tmp_path: Path) -> None:
-    """It must follow the one that HEAD names."""
-    made(tmp_path)
-    slot = Slot.read(tmp_path)
-    Slot(slot.number - 1, head_of(77).digest).create(tmp_path)
-    with pytest.raises(CorruptStoreError, match="HEAD names"):
-        LmdbEngine(tmp_path, create=False)
-
-
-@MODES
-def test_a_store_whose_head_is_not_whole_is_refused(tmp_path: Path, *, readonly: bool) -> None:
-    """Nothing else shows if a commit is missing."""
-    made(tmp_path)
-    (tmp_path / HEAD).write_bytes(bytes(2 * PAGE_BYTES))
-    with pytest.raises(CorruptStoreError, match="no part of it is intact"):
-        LmdbEngine(tmp_path, create=False, readonly=readonly)
-
-
 @pytest.mark.parametrize("call", ["drop", "publish"])
 def test_a_writer_that_finds_another_head_writes_nothing_more(tmp_path: Path, call: str) -> None:
-    """Another writer has written, or an older copy was restored."""
     contents = made(tmp_path)
     engine = LmdbEngine(tmp_path, create=False)
     Slot(77, head_of(77).digest).create(tmp_path)
@@ -251,15 +229,3 @@ def test_a_writer_that_finds_another_head_writes_nothing_more(tmp_path: Path, ca
     assert bytes_of(tmp_path) == seen
     assert Slot.read(tmp_path).number == 77
     engine.close()
-
-
-def test_the_bytes_of_head_are_those_of_the_format(tmp_path: Path) -> None:
-    """A new file has one slot, and a drop makes both the same."""
-    slot = Slot(5, head_of(5).digest)
-    slot.create(tmp_path)
-    data = (tmp_path / HEAD).read_bytes()
-    expected = b"tc head\n" + (5).to_bytes(8, "little") + bytes.fromhex(head_of(5).digest)
-    expected += google_crc32c.value(expected).to_bytes(4, "little")
-    assert data == bytes(PAGE_BYTES) + expected + bytes(PAGE_BYTES - SLOT_BYTES)
-    slot.write(tmp_path, other=True)
-    assert (tmp_path / HEAD).read_bytes() == (expected + bytes(PAGE_BYTES - SLOT_BYTES)) * 2

@@ -27,7 +27,6 @@ from tiercache.store import (
 
 
 def make(path: Path, tables: list[Table], passes: int) -> World:
-    """Train a store for some passes."""
     world = World(tables)
     with Store.open(path, tables=tables) as store:
         world.run(store, passes)
@@ -35,7 +34,6 @@ def make(path: Path, tables: list[Table], passes: int) -> World:
 
 
 def test_info_counts_the_live_rows_of_every_table(tmp_path: Path, tables: list[Table]) -> None:
-    """Rows, bytes, ranges and the commit, as plain values."""
     world = make(tmp_path / "s", tables, 5)
     found = info(tmp_path / "s")
     assert json.loads(json.dumps(found)) == found
@@ -53,15 +51,7 @@ def test_info_counts_the_live_rows_of_every_table(tmp_path: Path, tables: list[T
     assert found["file_bytes"] > found["row_bytes"]
 
 
-def test_a_store_without_a_commit_can_be_looked_at(tmp_path: Path, tables: list[Table]) -> None:
-    """It has only tables, and all of it is intact."""
-    make(tmp_path / "s", tables, 0)
-    assert info(tmp_path / "s")["commit"] is None
-    assert verify(tmp_path / "s")["problems"] == []
-
-
 def test_verify_finds_keys_out_of_order(tmp_path: Path, tables: list[Table]) -> None:
-    """And keys with two live rows, which checksums cannot detect."""
     world = Careless(tables)
     with Store.open(tmp_path / "s", tables=tables) as store:
         world.run(store, 1)
@@ -72,12 +62,14 @@ def test_verify_finds_keys_out_of_order(tmp_path: Path, tables: list[Table]) -> 
     assert "have two live rows" in problems[1]
 
 
-def test_missing_stores_are_errors_not_reports(tmp_path: Path) -> None:
-    """The same errors as for opening."""
+def test_stores_without_rows_and_paths_without_a_store(tmp_path: Path, tables: list[Table]) -> None:
+    make(tmp_path / "s", tables, 0)
+    assert info(tmp_path / "s")["commit"] is None
+    assert verify(tmp_path / "s")["problems"] == []
+    (tmp_path / "file").touch()
     for look in (info, verify):
         with pytest.raises(StoreMissingError):
             look(tmp_path / "nothing")
-        (tmp_path / "file").touch()
         with pytest.raises(NotAStoreError):
             look(tmp_path / "file")
 
@@ -85,27 +77,26 @@ def test_missing_stores_are_errors_not_reports(tmp_path: Path) -> None:
 def test_the_command_line_shows_a_store(tmp_path: Path, tables: list[Table]) -> None:
     """Tables for people, and JSON equal to the results of ``info`` and ``verify``."""
     make(tmp_path / "s", tables, 3)
-    runner = CliRunner()
-    shown = runner.invoke(app, ["info", str(tmp_path / "s")])
-    assert shown.exit_code == 0
-    assert all(table.name in shown.stdout for table in tables)
-    assert "2, training resumes at pass 3" in shown.stdout
-    assert re.search(r"segments 3, with \d+ live and \d+ dead ranges", shown.stdout)
-    rows = f"{info(tmp_path / 's')['rows']:,}"
-    assert f"rows     {rows}, " in shown.stdout
-    as_json = runner.invoke(app, ["info", str(tmp_path / "s"), "--json"])
-    assert json.loads(as_json.stdout) == info(tmp_path / "s")
-    assert f"is intact: {rows} rows in 1 commit;" in runner.invoke(app, ["verify", str(tmp_path / "s")]).stdout
-    assert json.loads(runner.invoke(app, ["verify", str(tmp_path / "s"), "--json"]).stdout)["problems"] == []
 
+    def shown(*words: str) -> str:
+        done = CliRunner().invoke(app, [words[0], str(tmp_path / "s"), *words[1:]])
+        assert done.exit_code == 0
+        return done.stdout
 
-# -- what differs between commits and stores -----------------------------------------------------------------
+    rows, text = f"{info(tmp_path / 's')['rows']:,}", shown("info")
+    assert all(table.name in text for table in tables)
+    assert "2, training resumes at pass 3" in text
+    assert re.search(r"segments 3, with \d+ live and \d+ dead ranges", text)
+    assert f"rows     {rows}, " in text
+    assert json.loads(shown("info", "--json")) == info(tmp_path / "s")
+    assert f"is intact: {rows} rows in 1 commit;" in shown("verify")
+    assert json.loads(shown("verify", "--json"))["problems"] == []
 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 30), passes=st.integers(1, 4), more=st.integers(0, 3), second=st.integers(0, 5))
 def test_differences_are_those_of_two_dicts(seed: int, passes: int, more: int, second: int) -> None:
-    """Between an older commit and the newest, in either direction, and between a store and a compacted other one."""
+    """Between an older commit and the newest, in either direction, with a compacted other store, and an empty one."""
     world = World(small_tables(), seed=seed, keys_per_pass=8, universe=16)
     other = World(small_tables(), seed=seed + second, keys_per_pass=8, universe=16)
     with Store.open(None, tables=world.tables, engine=MemoryEngine(), retention=9) as store:
@@ -118,6 +109,10 @@ def test_differences_are_those_of_two_dicts(seed: int, passes: int, more: int, s
             other.run(twin, passes)
             twin.compact()
             check(store, twin, world.rows, other.rows)
+        with Store.open(None, tables=world.tables, engine=MemoryEngine()) as empty:
+            World(world.tables, keys_per_pass=0).run(empty, 1)
+            check(store, empty, world.rows, {})
+            check(empty, store, {}, world.rows)
 
 
 def check(first: Store, second: Store, ours: dict, theirs: dict) -> None:
@@ -130,18 +125,6 @@ def check(first: Store, second: Store, ours: dict, theirs: dict) -> None:
         assert (found.different, found.same) == (len(unequal), len(a.keys() & b.keys()) - len(unequal))
         assert set(found.examples) <= unequal | (a.keys() ^ b.keys())
         assert len(found.examples) == min(5, len(unequal | (a.keys() ^ b.keys())))
-
-
-def test_a_table_without_rows_has_only_those_of_the_other() -> None:
-    """For tables of any width."""
-    tables = small_tables()
-    world = World(tables)
-    with Store.open(None, tables=tables, engine=MemoryEngine()) as store:
-        world.run(store, 2)
-        with Store.open(None, tables=tables, engine=MemoryEngine()) as empty:
-            World(tables, keys_per_pass=0).run(empty, 1)
-            check(store, empty, world.rows, {})
-            check(empty, store, {}, world.rows)
 
 
 def test_stores_of_other_tables_are_not_compared() -> None:

@@ -25,6 +25,21 @@ PASS, FIRST_COMMIT = 2, 4
 """Indices in a segment's entry of a rank list."""
 
 
+def of_segment(home: Home, segment: int, index: int, value: int) -> None:
+    """Change a value in a segment's entry of the newest commit."""
+
+    def change(values: Any, _: Arrays) -> None:
+        values["segments"][segment][index] = value
+
+    rewritten(home.engine, "rank", change)
+
+
+@pytest.fixture(params=[1 << 27, 6000, 1])
+def sort_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that fit in memory, or not."""
+    monkeypatch.setattr(key_invariants, "SORT_BYTES", request.param)
+
+
 def stale_place(store: Store, name: str, *, some: bool = True) -> tuple[int, int]:
     """Return a retained segment that has stale rows of a table, or only other live ones: its index and the table's."""
     group, table = next((one, table) for one in store.groups for table in one.tables if table.name == name)
@@ -37,7 +52,6 @@ def stale_place(store: Store, name: str, *, some: bool = True) -> tuple[int, int
 
 
 def raised(home: Home, segment: int, table: int, more: int) -> None:
-    """Raise the number of stale rows in the newest commit."""
 
     def change(_: Any, arrays: Arrays) -> None:
         (at,) = np.nonzero((arrays["live_segments"] == segment) & (arrays["live_tables"] == table))[0]
@@ -49,12 +63,12 @@ def raised(home: Home, segment: int, table: int, more: int) -> None:
     rewritten(home.engine, "rank", change)
 
 
+@pytest.mark.usefixtures("sort_bytes")
 @pytest.mark.parametrize(("more", "words"), [(-1, "has two live rows"), (1, "stale rows")])
 def test_stale_rows_that_are_not_as_many_as_the_commit_says_are_found(more: int, words: str, tmp_path: Path) -> None:
     """Two live rows of a key are damage, as without retained segments; so is a missing duplicate."""
     home = Home("memory", tmp_path)
-    store, _ = retained_store(home)
-    raised(home, *stale_place(store, "user"), more)
+    raised(home, *stale_place(retained_store(home)[0], "user"), more)
     store = home.open()
     with pytest.raises(CorruptStoreError, match=words):
         list(store.scan("user"))
@@ -83,13 +97,12 @@ def test_a_stale_row_that_is_missing_does_not_hide_a_key_that_is_there_twice(tmp
 def test_stale_rows_are_counted_in_the_segment_where_they_are(tmp_path: Path) -> None:
     """One more in one segment and one fewer in another give the same sum; a scan cannot tell."""
     home = Home("memory", tmp_path)
-    store, _ = retained_store(home)
-    raised(home, *stale_place(store, "user"), -1)
+    raised(home, *stale_place(retained_store(home)[0], "user"), -1)
     store = home.open()
     without = stale_place(store, "user", some=False)
     raised(home, *without, 1)
     store = home.open()
-    assert sum(keys.size for keys, _ in store.scan("user")) > 0
+    list(store.scan("user"))
     segment = store.segments[without[0]].id
     problems = Verification(store).run()["problems"]
     assert len(problems) == 2
@@ -103,56 +116,42 @@ def aged(home: Home) -> list[str]:
     """A stale row that the last commit claims to have changed, though only its newest version moved."""
     store, _ = retained_store(home)
     i = stale_place(store, "user")[0]
-
-    def change(values: Any, _: Arrays) -> None:
-        values["segments"][i][FIRST_COMMIT] = store.commit.id
-
-    rewritten(home.engine, "rank", change)
+    of_segment(home, i, FIRST_COMMIT, store.commit.id)
     return ["3 keys of table 'user' of the store at", "have a row that changed after a newer one: restore"]
+
+
+def trained(home: Home) -> Store:
+    world = World(small_tables(), num_passes=4)
+    store = home.open(world.tables, retention=2)
+    world.run(store, 4)
+    return store
 
 
 def lost(home: Home) -> list[str]:
     """A commit that lacks a segment of the previous one with live rows."""
-    world = World(small_tables(), num_passes=4)
-    store = home.open(world.tables, retention=2)
-    world.run(store, 4)
+    trained(home)
     rewritten(home.engine, "rank", partial(without_segment, 0))
     return ["in commit 3,", "have no row, but had one at commit 2: roll the store back to that"]
 
 
 def first_commit(home: Home) -> list[str]:
     """A commit that disagrees with the previous one about the last change of a segment's rows."""
-    world = World(small_tables(), num_passes=4)
-    store = home.open(world.tables, retention=2)
-    world.run(store, 4)
-
-    def change(values: Any, _: Arrays) -> None:
-        values["segments"][0][FIRST_COMMIT] = 3
-
-    rewritten(home.engine, "rank", change)
+    trained(home)
+    of_segment(home, 0, FIRST_COMMIT, 3)
     return ["in commit 3, commit 3 says that commit 3 was the first with segment", "but commit 0 was"]
 
 
 def over_at_once(home: Home) -> list[str]:
     """Rows that wait for a pass before their dump: none of them would be read."""
-    world = World(small_tables(), num_passes=4)
-    store = home.open(world.tables)
-    world.run(store, 4)
-
-    def change(values: Any, _: Arrays) -> None:
-        values["segments"][-1][PASS] = 77
-
-    rewritten(home.engine, "rank", change)
+    store = trained(home)
+    of_segment(home, -1, PASS, 77)
     return [f"segment {store.segments[-1].id} of the store at", "was dumped by pass 77 and has rows that wait for"]
 
 
-@pytest.mark.parametrize("sort_bytes", [1 << 27, 1000])
+@pytest.mark.usefixtures("sort_bytes")
 @pytest.mark.parametrize("plant", [aged, lost, first_commit, over_at_once])
-def test_what_no_checksum_sees_is_found_and_said_in_a_sentence(
-    plant: Plant, sort_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One message for each affected table, for keys that fit in memory or not."""
-    monkeypatch.setattr(key_invariants, "SORT_BYTES", sort_bytes)
+def test_what_no_checksum_sees_is_found_and_said_in_a_sentence(plant: Plant, tmp_path: Path) -> None:
+    """One message for each affected table."""
     home = Home("memory", tmp_path)
     words = plant(home)
     problems = Verification(home.open()).run()["problems"]
@@ -161,8 +160,8 @@ def test_what_no_checksum_sees_is_found_and_said_in_a_sentence(
         assert all(word in problem for word in words), problem
 
 
+@pytest.mark.usefixtures("sort_bytes")
 def test_keys_and_last_changes_are_read_once_where_rows_are_stale(tmp_path: Path) -> None:
-    """Every block with a live row: 8 bytes of keys per row, and 4 if last changes are stored."""
     store, _ = retained_store(Home("memory", tmp_path))
     before = store.counters.key_bytes_read, store.counters.changed_bytes_read
     Verification(store).run()["problems"]
@@ -178,13 +177,11 @@ def test_keys_and_last_changes_are_read_once_where_rows_are_stale(tmp_path: Path
 
 
 def test_keys_that_cannot_be_read_are_all_that_is_said(tmp_path: Path) -> None:
-    """If some keys of a commit are unreadable, missing keys cannot be reported."""
     home = Home("memory", tmp_path)
     store, _ = retained_store(home)
     name = next(name for name in needed_bytes(store) if name.endswith(f"/{KEYS}"))
     home.engine.blobs[name].data[0] ^= 1
-    problems = Verification(store).run()["problems"]
-    assert len(problems) == 1
-    assert "over its keys" in problems[0]
+    (problem,) = Verification(store).run()["problems"]
+    assert "over its keys" in problem
     with pytest.raises(CorruptStoreError, match="over its keys"):
         store.compact()

@@ -38,7 +38,6 @@ class Metadata:
 def test_slices_are_those_of_the_arrays(
     sizes: list[int], dtype: str, parts: list[tuple[int, int, int]], cache_bytes: int
 ) -> None:
-    """With any earlier reads cached; the cache never exceeds its limit, or one chunk."""
     rng = np.random.default_rng(sum(sizes))
     arrays = {str(i): rng.integers(0, 255, size).astype(dtype) for i, size in enumerate(sizes)}
     metadata = Metadata(arrays, cache_bytes=cache_bytes)
@@ -56,25 +55,16 @@ def test_slices_are_those_of_the_arrays(
 
 
 def test_a_chunk_is_read_once_and_neighbors_by_one_read() -> None:
-    """Until they leave the cache."""
-    metadata = Metadata({"a": np.arange(6, dtype=np.uint8), "b": np.arange(10_000, dtype=np.int64)})
-    array = metadata.arrays.array("b")
-    assert array[3] == 3
-    assert metadata.reads == [(8, CHUNK_BYTES)]
+    """Until they leave the cache; an array of 64 KiB or less is read at once."""
+    metadata = Metadata({"a": np.arange(6000, dtype=np.int64), "b": np.arange(10_000, dtype=np.int64)})
+    small, array = metadata.arrays.array("a"), metadata.arrays.array("b")
+    assert (small[2047], small[4096], array[3]) == (2047, 4096, 3)
+    assert np.array_equal(small[:], np.arange(6000))
+    assert metadata.reads == [(0, 48_000), (48_000, CHUNK_BYTES)]
     assert np.array_equal(array[:], np.arange(10_000))
-    assert metadata.reads[1:] == [(8 + CHUNK_BYTES, 80_000 - CHUNK_BYTES)]
+    assert metadata.reads[2:] == [(48_000 + CHUNK_BYTES, 80_000 - CHUNK_BYTES)]
     assert np.array_equal(array[2000:2100], np.arange(2000, 2100))
-    assert len(metadata.reads) == 2
-
-
-def test_a_small_array_is_read_at_once() -> None:
-    """If it has 64 KiB or less: every chunk is cached after the first use of one."""
-    metadata = Metadata({"a": np.arange(6000, dtype=np.int64)})
-    array = metadata.arrays.array("a")
-    assert array[2047] == 2047
-    assert array[4096] == 4096
-    assert np.array_equal(array[:], np.arange(6000))
-    assert metadata.reads == [(0, 48_000)]
+    assert len(metadata.reads) == 3
 
 
 def test_a_damaged_chunk_is_refused_and_the_others_are_read() -> None:
@@ -82,11 +72,10 @@ def test_a_damaged_chunk_is_refused_and_the_others_are_read() -> None:
     metadata = Metadata({"a": np.arange(10_000, dtype=np.int64)})
     metadata.data[CHUNK_BYTES + 5] ^= 1
     array = metadata.arrays.array("a")
-    assert array[2047] == 2047
     for _ in range(2):
         with pytest.raises(CorruptStoreError, match=r"chunk 1 of it has checksum .* was written: restore"):
             array[2048:2050]
-    assert array[4096] == 4096
+    assert (array[2047], array[4096]) == (2047, 4096)
 
 
 def layout_of(rows: list[int]) -> SegmentLayout:
@@ -96,7 +85,6 @@ def layout_of(rows: list[int]) -> SegmentLayout:
 
 
 def map_of(layout: SegmentLayout, hashes: NDArray[np.uint64]) -> KeyMap | None:
-    """Return the map of rows with hashes."""
     assert needs_map(layout)
     return KeyMap.of(layout, hashes.astype(np.uint32), map_entries)
 
@@ -125,11 +113,8 @@ def test_a_map_finds_every_key_in_its_range(seed: int, rows: list[int]) -> None:
 
 
 def test_a_map_is_small_and_rules_most_keys_out() -> None:
-    """At most 3.5 bytes per key, and of a hundred missing keys fewer than four are searched.
-
-    Also for a rank that has one of 64 ranges of hashes.
-    """
-    for num_ranges, num_ranks in ((2, 1), (50, 1), (2000, 1), (50, 64)):
+    """At most 3.5 bytes per key, and of a hundred missing keys fewer than four are searched."""
+    for num_ranges, num_ranks in ((2, 1), (50, 1), (2000, 1), (50, 64)):  # a rank has one of 64 ranges of hashes
         layout = layout_of([100_000 // num_ranges] * num_ranges)
         rng = np.random.default_rng(num_ranges)
         made = map_of(layout, rng.integers(0, (1 << 64) // num_ranks, layout.rows, dtype=np.uint64))
@@ -140,7 +125,6 @@ def test_a_map_is_small_and_rules_most_keys_out() -> None:
 
 
 def test_a_map_that_would_be_of_no_use_is_not_made() -> None:
-    """For one range, for too many rows, and for keys with equal hashes."""
     assert not needs_map(layout_of([70, 0]))
     assert not needs_map(layout_of([MOST_ROWS, 1]))
     assert map_of(layout_of([300, 300]), np.full(600, 7, np.uint64)) is None

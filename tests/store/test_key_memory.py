@@ -1,25 +1,19 @@
 """Key memory: a process that reopens a store sees the rows of each commit, and does not read keys twice."""
 
-from __future__ import annotations
-
 import copy
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.dist.sharded_world import train_shards
 from tests.store.conftest import small_tables
-from tests.store.world import World
+from tests.store.world import Key, World
 from tiercache.store import Store, hash_keys
 from tiercache.store.live_keys import KeyMemory, Recall
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.store.world import Key
 
 KEYS = np.arange(-90, 90)
 NONE = np.arange(1000, 1100)
@@ -34,14 +28,6 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> KeyMemory:
     return made
 
 
-def train(world: World, store: Store) -> None:
-    """Train a pass and commit it."""
-    world.train()
-    world.append(store)
-    world.pass_index += 1
-    world.publish(store)
-
-
 def look(path: Path, commit: int, rows: dict[Key, bytes]) -> None:
     """Look up all keys of all tables in a commit, and compare them with its rows."""
     with Store.open(path, mode="r", commit=commit) as store:
@@ -53,11 +39,17 @@ def look(path: Path, commit: int, rows: dict[Key, bytes]) -> None:
 
 
 def look_for_none(path: Path, commit: int) -> int:
-    """Look up keys without a row in a commit; return the bytes of keys read."""
     with Store.open(path, mode="r", commit=commit) as store:
-        for table in store.tables:
-            assert not any(np.any(values) for values in store.lookup(table.name, NONE, missing="zeros").values())
-        return store.counters.key_bytes_read
+        return read_of_keys(store)
+
+
+def read_of_keys(store: Store) -> int:
+    """Look up keys without a row; return the bytes of keys read."""
+    ranks = store.ranks or (store,)
+    before = sum(rank.counters.key_bytes_read for rank in ranks)
+    for table in store.tables:
+        assert not any(np.any(values) for values in store.lookup(table.name, NONE, missing="zeros").values())
+    return sum(rank.counters.key_bytes_read for rank in ranks) - before
 
 
 @pytest.mark.sampled(1)
@@ -69,8 +61,7 @@ def test_lookups_again_and_again_have_the_rows_of_their_commit(engine: str, memo
     worlds: dict[int, World] = {}
     with Store.open(path, tables=world.tables, engine=engine, retention=3) as store:
         for step in range(14):
-            train(world, store)
-            assert store.commit is not None
+            world.run(store, 1)
             worlds[store.commit.id] = copy.deepcopy(world)
             for commit in store.commits if step % 2 else reversed(store.commits):
                 first, again = (look_for_none(path, commit.id) for _ in range(2))
@@ -90,9 +81,7 @@ def test_a_store_in_place_of_another_is_read_with_its_keys(memory: KeyMemory, tm
     for seed in range(3):
         world = World(small_tables(), num_passes=5, keys_per_pass=60, universe=150, seed=seed)
         with Store.open(path, tables=world.tables) as store:
-            for _ in range(3):
-                train(world, store)
-            assert store.commit is not None
+            world.run(store, 3)
             look_for_none(path, store.commit.id)
             assert memory.num_bytes > 0
             look(path, store.commit.id, world.rows)
@@ -105,15 +94,12 @@ def test_what_is_remembered_has_a_bound_and_goes_with_its_segments(memory: KeyMe
     memory.most_bytes = 1200
     with Store.open(path, tables=world.tables) as store:
         for _ in range(8):
-            train(world, store)
-            assert store.commit is not None
+            world.run(store, 1)
             look(path, store.commit.id, world.rows)
             assert 0 < memory.num_bytes <= memory.most_bytes
         store.compact()
-        assert store.commit is not None
         look(path, store.commit.id, world.rows)
-        kept = {segment.id for segment in store.segments}
-    memory.keep(path, kept)
+        memory.keep(path, {segment.id for segment in store.segments})
     assert memory.num_bytes <= 8 * len(world.rows)
     memory.keep(path, [])
     assert memory.num_bytes == 0
@@ -127,8 +113,7 @@ def test_a_lookup_that_reads_segments_ahead_stays_within_the_bound(
     """Memory counts from the allocation of new keys on; it fits ``room`` segments."""
     path, world = tmp_path / "s", World(small_tables(), num_passes=num_segments, keys_per_pass=60, universe=150)
     with Store.open(path, tables=world.tables) as store:
-        for _ in range(num_segments):
-            train(world, store)
+        world.run(store, num_segments)
         group = store.groups[0]
         rows = max(segment.layouts[group.index].rows for segment in store.segments)
     memory.most_bytes = int(room * 8 * rows)
@@ -150,13 +135,11 @@ def test_a_lookup_that_reads_segments_ahead_stays_within_the_bound(
     assert memory.num_bytes == sum(one.entries.nbytes for mine in memory._known.values() for one in mine.values())
 
 
-def test_a_lookup_that_fails_releases_what_it_was_learning(
-    memory: KeyMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_failed_lookup_keeps_no_memory(memory: KeyMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In the middle of a segment, by an error of the disk or of the caller's progress function."""
     path, world = tmp_path / "s", World(small_tables(), num_passes=3, keys_per_pass=60)
     with Store.open(path, tables=world.tables) as store:
-        train(world, store)
+        world.run(store, 1)
 
     def fail(*_: object) -> None:
         raise OSError("the disk is gone")
@@ -165,30 +148,6 @@ def test_a_lookup_that_fails_releases_what_it_was_learning(
     with Store.open(path, mode="r") as reader, pytest.raises(OSError, match="the disk is gone"):
         reader.lookup("user", KEYS, missing="zeros")
     assert memory.num_bytes == 0
-
-
-def test_a_store_for_writing_remembers_nothing(memory: KeyMemory, tmp_path: Path) -> None:
-    """Neither itself nor its older commits, nor reads for an evaluation: that memory is planned."""
-    world = World(small_tables(), num_passes=3, keys_per_pass=40)
-    with Store.open(tmp_path / "s", tables=world.tables) as store:
-        train(world, store)
-        assert store.commit is not None
-        for one in (store, store.at(store.commit.id)):
-            one.lookup("user", KEYS, missing="zeros")
-    with Store.open(tmp_path / "s", mode="r") as reader:
-        reader.locate("user", KEYS, after=-1)
-        assert memory.num_bytes == 0
-        reader.lookup("user", KEYS, missing="zeros")
-        assert memory.num_bytes > 0
-
-
-def read_of_keys(store: Store) -> int:
-    """Look up keys without a row; return the bytes of keys read."""
-    ranks = store.ranks or (store,)
-    before = sum(rank.counters.key_bytes_read for rank in ranks)
-    for table in store.tables:
-        store.lookup(table.name, NONE, missing="zeros")
-    return sum(rank.counters.key_bytes_read for rank in ranks) - before
 
 
 VIEWS: dict[str, Callable[[Store], Store]] = {
@@ -206,7 +165,9 @@ VIEWS: dict[str, Callable[[Store], Store]] = {
 def test_every_view_of_a_store_for_reading_remembers(
     memory: KeyMemory, tmp_path: Path, num_ranks: int, engine: str, view: Callable[[Store], Store]
 ) -> None:
-    """For any number of ranks, at any commit: a second lookup reads no key, in this or another view or opening."""
+    """A second lookup reads no key, in this or another view or opening. Only lookups remember, and only those of stores
+    for reading: memory of a training is planned.
+    """
     path = tmp_path / "s"
     if num_ranks:
         assert train_shards(path, num_ranks, 4, engine=engine, retention=2) == [None] * num_ranks
@@ -219,6 +180,9 @@ def test_every_view_of_a_store_for_reading_remembers(
         assert memory.num_bytes == 0
     with Store.open(path, mode="r") as store:
         seen = view(store)
+        if not num_ranks:
+            seen.locate("user", KEYS, after=-1)
+        assert memory.num_bytes == 0
         assert read_of_keys(seen) > 0
         assert read_of_keys(seen) == 0
         assert read_of_keys(store.at(seen.commit.id)) == 0
@@ -231,7 +195,7 @@ def test_a_hash_that_is_alike_in_its_first_half_is_looked_at(memory: KeyMemory, 
     """Half hashes in memory only say where a key may be; the stored key is compared in full."""
     world = World(small_tables(), num_passes=3, keys_per_pass=40)
     with Store.open(tmp_path / "s", tables=world.tables) as store:
-        train(world, store)
+        world.run(store, 1)
         (segment,) = store.segments
     look(tmp_path / "s", 0, world.rows)
     recall = Recall(memory, tmp_path / "s", [segment.id])

@@ -33,20 +33,16 @@ def pages_by_hand(layout: SegmentLayout) -> list[tuple[int, int, int, int]]:
     row, block_rows = 0, layout.block_bytes // layout.row_bytes
     for index, ranges in enumerate(layout.ranges):
         for i in range(ranges.rows):
-            block = row // block_rows
-            fresh = i == 0 or row % block_rows == 0 or pages[-1][1] == layout.page_rows
-            if fresh:
-                pages.append((row, 1, index, block))
-            else:
-                first, rows, *rest = pages[-1]
-                pages[-1] = (first, rows + 1, rest[0], rest[1])
+            if i == 0 or row % block_rows == 0 or pages[-1][1] == layout.page_rows:
+                pages.append((row, 0, index, row // block_rows))
+            first, rows, *rest = pages[-1]
+            pages[-1] = (first, rows + 1, *rest)
             row += 1
     return pages
 
 
 @given(layouts())
 def test_pages_are_cut_at_ranges_and_blocks_and_page_rows(layout: SegmentLayout) -> None:
-    """All arithmetic, for one page and for many, equals cutting row by row."""
     pages = pages_by_hand(layout)
     numbers, rows = np.arange(len(pages) + 1), np.arange(layout.rows + 1)
     firsts = [p[0] for p in pages] + [layout.rows]
@@ -83,22 +79,19 @@ def test_pages_are_cut_at_ranges_and_blocks_and_page_rows(layout: SegmentLayout)
 
 @given(layouts())
 def test_runs_of_a_table_are_its_rows_in_each_range(layout: SegmentLayout) -> None:
-    """From any range on; row counts agree."""
     for place, first in itertools.product(range(2), range(layout.num_ranges + 1)):
-        found = [
-            list(range(a, b)) for a, b in zip(*map(np.ndarray.tolist, layout.runs_of_table(place, first)), strict=True)
-        ]
+        begins, ends = layout.runs_of_table(place, first)
         expected = []
         for index in range(first, layout.num_ranges):
-            low = layout.rows_of_range(index)[0] + sum(layout.ranges[index].table_rows[:place])
-            expected.append(list(range(low, low + layout.ranges[index].table_rows[place])))
-        assert found == [run for run in expected if run]
-        assert layout.rows_of_table(place, first) == sum(map(len, found))
+            counts = layout.ranges[index].table_rows
+            low = layout.rows_of_range(index)[0] + sum(counts[:place])
+            expected += [(low, low + counts[place])] if counts[place] else []
+        assert [*zip(begins.tolist(), ends.tolist(), strict=True)] == expected
+        assert layout.rows_of_table(place, first) == sum(high - low for low, high in expected)
 
 
 @given(layouts(), st.integers(1, 9))
 def test_key_pages_cut_blocks_of_keys(layout: SegmentLayout, rows: int) -> None:
-    """At a fixed number of rows of a block, regardless of their ranges."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment_layout_module, "KEY_PAGE_ROWS", rows)
         sizes = {name: getattr(layout, name) for name in ("row_bytes", "page_rows", "block_bytes")}
@@ -115,7 +108,6 @@ def test_key_pages_cut_blocks_of_keys(layout: SegmentLayout, rows: int) -> None:
 
 @given(layouts())
 def test_a_record_gives_the_same_layout_back(layout: SegmentLayout) -> None:
-    """With at most the pages that it has."""
     values, arrays = layout.to_record()
     again = SegmentLayout.from_record(values, arrays, most_pages=layout.num_pages)
     assert again == layout
@@ -149,7 +141,6 @@ def test_a_layout_of_a_million_pages_takes_what_its_ranges_take() -> None:
     ],
 )
 def test_a_layout_that_makes_no_sense_is_refused(changes: dict[str, Any], words: str) -> None:
-    """Sizes below one row, next uses out of order, negative rows."""
     values: dict[str, Any] = {"row_bytes": 8, "page_rows": 4, "block_bytes": 64, "ranges": [(1, (3,))], **changes}
     with pytest.raises(ValueError, match=words):
         SegmentLayout.of((Range(*of) for of in values.pop("ranges")), **values)
@@ -175,24 +166,24 @@ def test_a_record_of_any_sizes_is_laid_out_or_refused() -> None:
     assert laid_out > 1000
 
 
+USUAL = {"row_bytes": 4, "page_rows": 1, "block_bytes": 64, "tables": 1}
+
+
 @pytest.mark.parametrize(
     ("values", "uses", "rows"),
     [
-        (None, [], []),
-        ({}, [], []),
-        ({"row_bytes": "4"}, [], []),
-        ({"tables": None}, [], []),
-        ({"tables": 2}, [1], [1]),
-        ({}, [1, 2], [1]),
-        ({"tables": 1}, [1], [10**15]),
-        ({"tables": 1}, [1], [-1]),
-        ({"tables": 1}, [2, 1], [1, 1]),
+        pytest.param(None, [], [], id="no values"),
+        pytest.param({}, [], [], id="missing values"),
+        pytest.param(USUAL | {"row_bytes": "4"}, [], [], id="text"),
+        pytest.param(USUAL | {"tables": None}, [], [], id="no tables"),
+        pytest.param(USUAL | {"tables": 2}, [1], [1], id="rows of one of two tables"),
+        pytest.param(USUAL, [1, 2], [1], id="rows of one of two ranges"),
+        pytest.param(USUAL, [1], [10**15], id="more rows than the pages allow"),
+        pytest.param(USUAL, [1], [-1], id="negative rows"),
+        pytest.param(USUAL, [2, 1], [1, 1], id="next uses out of order"),
     ],
 )
 def test_a_record_asks_for_no_more_than_there_are_checksums(values: Any, uses: list[int], rows: list[int]) -> None:
-    """Records of other shapes, and with more rows than the pages allow, are refused."""
-    usual = {"row_bytes": 4, "page_rows": 1, "block_bytes": 64, "tables": 1}
     arrays = {"next_use": np.array(uses, np.int64), "table_rows": np.array(rows, np.int64)}
-    given_values = {**usual, **values} if values else values
     with pytest.raises(ValueError, match=r"record|next use|negative"):
-        SegmentLayout.from_record(given_values, arrays, most_pages=10)
+        SegmentLayout.from_record(values, arrays, most_pages=10)

@@ -4,8 +4,8 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import pytest
 from tests.apart import ran
 from tests.store.big import dump
 from tests.store.big import publish as publish_big
-from tests.store.blobs import Content, bytes_of, check, drop_all, head_of, plain, publish, put, some_bytes
+from tests.store.blobs import Content, bytes_of, check, commit_of, drop_all, head_of, plain, publish, put, some_bytes
 from tests.store.damage import assert_sentence
+from tests.store.test_head import look
 from tiercache.store import LmdbEngine, Store
 from tiercache.store.engines import block_file, lmdb_engine, lmdb_map
 from tiercache.store.engines.engine import Blob, ReadRequest, Stored
@@ -29,29 +30,22 @@ STEPS = 6
 
 
 READ_ALL = """
-import re, sys
-import numpy as np
+import sys
 from tiercache.store import Store
 
-store = Store.open(sys.argv[1], mode="r")
-layout = store.segments[0].layouts[0]
-out = np.ones(layout.byte_of_page(layout.num_pages), np.uint8)
-store.read(store.segments[0], 0, 0, layout.num_pages, out)
-print("data.mdb" in open("/proc/self/maps").read())
+with Store.open(sys.argv[1], mode="r") as store:
+    list(store.scan("big"))
+    print("data.mdb" in open("/proc/self/maps").read())
 """
 
 
 @pytest.mark.disk
 def test_no_reader_has_a_map(big: Store) -> None:
     """So truncating the file is not a signal for it."""
-    for pass_index in range(4):
-        dump(big, pass_index, {pass_index + 4: 200})
-    publish_big(big, 4)
+    dump(big, 0, {4: 200})
+    publish_big(big, 1)
     big.close()
     assert ran(READ_ALL, big.path).stdout == "False\n"
-
-
-# -- contents and times of writes -----------------------------------------------------------------------------
 
 
 def made(path: Path) -> list[Content]:
@@ -67,26 +61,6 @@ def made(path: Path) -> list[Content]:
     return contents
 
 
-def read(path: Path) -> Any:
-    """Return the names of blobs, and some of the blobs; None if the store is refused with an error."""
-    try:
-        engine = LmdbEngine(path, create=False, readonly=True)
-    except StoreError as error:
-        assert_sentence(error)
-        return None
-    try:
-        assert engine.newest() == head_of(STEPS - 1)
-        found = [bytes_of(engine, Blob(name, 72), 0, 72) for name in ("segments/0.0/0/rows", "commits/0")]
-        return found, engine.list()
-    except BlockReadError:
-        return None
-    except StoreError as error:
-        assert_sentence(error)
-        return None
-    finally:
-        engine.close()
-
-
 def test_a_blob_in_many_runs_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its writer and by readers, though its entry is longer than a page of LMDB; also after its front is dropped."""
     monkeypatch.setattr(block_file, "_SPLIT_BYTES", PAGE_BYTES)
@@ -100,65 +74,56 @@ def test_a_blob_in_many_runs_is_read_again(tmp_path: Path, monkeypatch: pytest.M
         engine.drop([(whole.blob.name, cut * PAGE_BYTES)])
         left = whole._replace(pieces={at: data for at, data in whole.pieces.items() if at >= cut * PAGE_BYTES})
         rest += publish(engine, number)
-        reader = LmdbEngine(tmp_path, create=False, readonly=True)
-        for one in (engine, reader):
-            check(one, [left, *rest])
-            with pytest.raises(BlockReadError, match=f"lacks its first {cut * PAGE_BYTES:,} bytes"):
-                bytes_of(one, whole.blob, 0, 1)
-        reader.close()
+        with closing(LmdbEngine(tmp_path, create=False, readonly=True)) as reader:
+            for one in (engine, reader):
+                check(one, [left, *rest])
+                with pytest.raises(BlockReadError, match=f"lacks its first {cut * PAGE_BYTES:,} bytes"):
+                    bytes_of(one, whole.blob, 0, 1)
     engine.close()
-    engine = LmdbEngine(tmp_path, create=False)
-    check(engine, [left, *rest])
-    engine.close()
+    look(tmp_path, [left, *rest], readonly=False)
 
 
 def test_a_full_file_shows_before_a_part_is_asked_for(tmp_path: Path) -> None:
     """The file is as long as before."""
-    engine = LmdbEngine(tmp_path, create=True, store_budget=1 << 20)
-    kept = publish(engine, 0)
 
     def parts() -> Any:
         pytest.fail("a part was asked for")
         yield
 
-    with pytest.raises(StoreFullError, match="raise store_budget"):
-        engine.put([Blob("states/0.0", 1 << 20)], parts())
-    assert (tmp_path / "blocks.bin").stat().st_size == PAGE_BYTES
-    check(engine, kept)
-    engine.close()
+    with closing(LmdbEngine(tmp_path, create=True, store_budget=1 << 20)) as engine:
+        kept = publish(engine, 0)
+        with pytest.raises(StoreFullError, match="raise store_budget"):
+            engine.put([Blob("states/0.0", 1 << 20)], parts())
+        assert (tmp_path / "blocks.bin").stat().st_size == PAGE_BYTES
+        check(engine, kept)
 
 
-@pytest.mark.parametrize("name", ["head", "", "größe", "x" * 512])
-def test_a_name_that_lmdb_cannot_have_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_name_that_lmdb_cannot_have_is_refused(tmp_path: Path) -> None:
     """Before anything is written; and so is an existing one."""
-    engine = LmdbEngine(tmp_path, create=True)
-    with pytest.raises(ValueError, match="cannot be named"):
-        engine.put([Blob(name, 5)], [(0, 0, some_bytes(5))])
-    put(engine, [plain("states/0.0", some_bytes(10))])
-    with pytest.raises(ValueError, match="put it under another name"):
+    with closing(LmdbEngine(tmp_path, create=True)) as engine:
         put(engine, [plain("states/0.0", some_bytes(10))])
-    assert engine.list() == {"states/0.0": Stored(10)}
-    engine.close()
+        for name in ("head", "", "größe", "x" * 512):
+            with pytest.raises(ValueError, match="cannot be named"):
+                put(engine, [plain(name, some_bytes(5))])
+        with pytest.raises(ValueError, match="put it under another name"):
+            put(engine, [plain("states/0.0", some_bytes(10))])
+        assert engine.list() == {"states/0.0": Stored(10)}
 
 
 def test_a_reader_writes_nothing(tmp_path: Path) -> None:
-    """The error says how to open the store for writing."""
     made(tmp_path)
-    engine = LmdbEngine(tmp_path, create=False, readonly=True)
-    for call in (
-        lambda: engine.put([], []),
-        lambda: engine.drop([("states/0.1", None)]),
-        lambda: engine.publish(head_of(9), engine.newest()),
-    ):
-        with pytest.raises(ValueError, match="is open for reading: open it with mode='a'"):
-            call()
-    engine.close()
+    with closing(LmdbEngine(tmp_path, create=False, readonly=True)) as engine:
+        for call in (
+            lambda: engine.put([], []),
+            lambda: engine.drop([("states/0.1", None)]),
+            lambda: engine.publish(head_of(9), engine.newest()),
+        ):
+            with pytest.raises(ValueError, match="is open for reading: open it with mode='a'"):
+                call()
 
 
 @pytest.mark.parametrize("where", ["before", "after", "noted"])
-def test_an_interrupt_in_a_publish_leaves_what_is_durable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_an_interrupted_publish_is_done_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Before the transaction, after it, or before HEAD: the engine is at the state of its file."""
     engine = LmdbEngine(tmp_path, create=True)
     kept = publish(engine, 0)
@@ -173,26 +138,19 @@ def test_an_interrupt_in_a_publish_leaves_what_is_durable(
         patched.setattr(*((Slot, "write") if where == "noted" else (LmdbEngine, "_transact")), interrupted)
         with pytest.raises(KeyboardInterrupt):
             publish(engine, 1)
-    kept += [plain("commits/1", np.frombuffer(b"commit 1" * 9, np.uint8))]
-    kept += put(engine, [plain("states/0.1", some_bytes(10))])
+    kept += [commit_of(1), *put(engine, [plain("states/0.1", some_bytes(10))])]
     assert engine.newest() == head_of(0 if where == "before" else 1)
     if where == "before":
         engine.publish(head_of(1), head_of(0))
     kept += publish(engine, 2)
     check(engine, kept)
     engine.close()
-    reader = LmdbEngine(tmp_path, create=False, readonly=True)
-    assert reader.newest() == head_of(2)
-    check(reader, kept)
-    reader.close()
+    look(tmp_path, kept)
 
 
-def test_others_see_the_head_before_while_a_publish_is_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_see_the_old_head_while_a_publish_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown state of the commit is not an error."""
     engine = LmdbEngine(tmp_path, create=True)
-    put(engine, [plain("states/0.0", some_bytes(5000))])
     publish(engine, 0)
     seen = []
 
@@ -202,7 +160,6 @@ def test_others_see_the_head_before_while_a_publish_is_looked_at(
         return lmdb_map.read_head(*place)
 
     monkeypatch.setattr(lmdb_engine, "read_head", looked)
-    put(engine, [plain("states/0.1", some_bytes(5000))])
     publish(engine, 1)
     assert seen == [head_of(0)]
     assert engine.newest() == head_of(1)
@@ -230,45 +187,29 @@ def test_a_publish_that_nobody_can_look_at_stops_the_writer(tmp_path: Path, monk
         with pytest.raises(StoreError, match=r"could not be read after a publish: .* open the store again"):
             call()
     engine.close()
-    engine = LmdbEngine(tmp_path, create=False)
-    assert engine.newest() == head_of(1)
-    check(engine, kept)
-    kept += publish(engine, 2)
-    check(engine, kept)
-    engine.close()
-
-
-# -- files that are damaged, truncated or of another kind ---------------------------------------------------------
+    with closing(LmdbEngine(tmp_path, create=False)) as engine:
+        assert engine.newest() == head_of(1)
+        check(engine, kept)
+        check(engine, kept + publish(engine, 2))
 
 
 @pytest.mark.parametrize("readonly", [True, False])
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+@pytest.mark.parametrize("make", [None, os.mkfifo, os.mkdir])
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_no_file_is_refused(tmp_path: Path, name: str, make: Callable[[Path], None], *, readonly: bool) -> None:
+def test_what_is_no_file_is_refused(tmp_path: Path, name: str, make: Any, *, readonly: bool) -> None:
     """A FIFO without a writer would block forever."""
     made(tmp_path)
     (tmp_path / name).unlink()
-    make(tmp_path / name)
-    with pytest.raises(CorruptStoreError, match=rf"{name} cannot be read .*: restore the store from a copy") as caught:
+    if make is not None:
+        make(tmp_path / name)
+    words = rf"{name} {'is missing' if make is None else 'cannot be read .*'}: restore the store from a copy"
+    with pytest.raises(CorruptStoreError, match=words) as caught:
         LmdbEngine(tmp_path, create=False, readonly=readonly)
     assert_sentence(caught.value)
 
 
 @pytest.mark.parametrize("readonly", [True, False])
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_missing_is_refused(tmp_path: Path, name: str, *, readonly: bool) -> None:
-    """Each of the three."""
-    made(tmp_path)
-    (tmp_path / name).unlink()
-    with pytest.raises(CorruptStoreError, match=rf"{name} is missing: restore the store from a copy"):
-        LmdbEngine(tmp_path, create=False, readonly=readonly)
-
-
-@pytest.mark.parametrize("readonly", [True, False])
-def test_a_file_that_this_user_may_not_open_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, readonly: bool
-) -> None:
-    """The advice is to grant read permission."""
+def test_missing_permission_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, readonly: bool) -> None:
     made(tmp_path)
 
     def denied(*_: Any) -> int:
@@ -279,41 +220,6 @@ def test_a_file_that_this_user_may_not_open_is_no_damage(
         LmdbEngine(tmp_path, create=False, readonly=readonly)
     assert not isinstance(caught.value, CorruptStoreError)
     assert_sentence(caught.value)
-
-
-def test_a_map_cut_short_at_any_length_is_refused_or_whole(tmp_path: Path) -> None:
-    """It is intact if only free pages were cut off."""
-    made(tmp_path)
-    expected = read(tmp_path)
-    whole = (tmp_path / "data.mdb").read_bytes()
-    found = []
-    for size in range(0, len(whole), 509):
-        (tmp_path / "data.mdb").write_bytes(whole[:size])
-        found.append(read(tmp_path))
-        assert found[-1] in (None, expected), size
-    assert found[0] is None
-    assert found.count(None) > len(found) // 2
-
-
-@pytest.mark.parametrize("bits", [2, pytest.param(8, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["data.mdb", "HEAD"])
-def test_no_flipped_bit_shows_other_blobs(tmp_path: Path, name: str, bits: int) -> None:
-    """Some or all bits per byte of headers, nodes, keys and entries, one of others: the same blobs, or an error."""
-    made(tmp_path)
-    expected = read(tmp_path)
-    path = tmp_path / name
-    whole, refused = path.read_bytes(), 0
-    used = [at for at in range(len(whole)) if whole[at] or at % PAGE_BYTES < 160]
-    with path.open("r+b", buffering=0) as file:
-        for at in used:
-            for bit in range(at, at + bits) if at % PAGE_BYTES < 160 else (at,):
-                os.pwrite(file.fileno(), bytes([whole[at] ^ 1 << bit % 8]), at)
-                found = read(tmp_path)
-                assert found in (None, expected), (at, bit % 8)
-                refused += found is None
-            os.pwrite(file.fileno(), whole[at : at + 1], at)
-    assert refused > 40 if name == "data.mdb" else refused == 0
-    assert read(tmp_path) == expected
 
 
 def test_a_file_of_blobs_that_was_cut_short_is_not_made_whole(tmp_path: Path) -> None:
@@ -362,40 +268,26 @@ def test_what_left_the_file_before_a_crash_is_no_damage(tmp_path: Path) -> None:
     assert {one.blob.name for one in gone} < engine.list().keys()
     drop_all(engine, gone)
     assert engine.list().keys() == {one.blob.name for one in kept}
-    kept += put(engine, [plain("states/3.0", some_bytes(700_000))])
-    kept += publish(engine, 4)
+    kept += publish(engine, 4, [plain("states/3.0", some_bytes(700_000))])
     check(engine, kept)
     engine.close()
-    reader = LmdbEngine(tmp_path, create=False, readonly=True)
-    check(reader, kept)
-    reader.close()
+    look(tmp_path, kept, commits=5)
 
 
 def test_what_a_creation_left_that_was_killed_counts_for_nothing(tmp_path: Path) -> None:
     """Before the first publish, or in its middle; blobs without a head are not overwritten."""
-    engine = LmdbEngine(tmp_path, create=True)
-    put(engine, [plain("tables", some_bytes(5000))])
-    engine.close()
-    for _ in range(2):
-        engine = LmdbEngine(tmp_path, create=True)
-        assert (engine.newest(), engine.list()) == (None, {})
-        put(engine, [plain("tables", some_bytes(5000))])
-        engine.close()
-    engine = LmdbEngine(tmp_path, create=True)
-    kept = publish(engine, 0)
-    check(engine, kept)
-    engine.close()
+    for _ in range(3):
+        with closing(LmdbEngine(tmp_path, create=True)) as engine:
+            assert (engine.newest(), engine.list()) == (None, {})
+            put(engine, [plain("tables", some_bytes(5000))])
+    with closing(LmdbEngine(tmp_path, create=True)) as engine:
+        check(engine, publish(engine, 0))
     (tmp_path / "HEAD").unlink()
     with pytest.raises(CorruptStoreError, match=r"has blobs but no HEAD with .*: restore the store from a copy"):
         LmdbEngine(tmp_path, create=True)
 
 
-# -- a disk without space for a copy of the map --------------------------------------------------------------------
-
-
-def test_a_writer_whose_map_has_no_room_opens_and_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_map_without_room_opens_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first publish reports a full disk; with space, a damaged list of free pages is gone."""
     kept = made(tmp_path)
     path = tmp_path / "data.mdb"
@@ -409,21 +301,17 @@ def test_a_writer_whose_map_has_no_room_opens_and_changes_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr(LmdbEngine, "_environment", environment)
-        engine = LmdbEngine(tmp_path, create=False)
-        check(engine, kept)
-        with pytest.raises(StoreFullError):
-            publish(engine, STEPS)
-        assert engine.newest() == head_of(STEPS - 1)
-        engine.close()
+        with closing(LmdbEngine(tmp_path, create=False)) as engine:
+            check(engine, kept)
+            with pytest.raises(StoreFullError):
+                publish(engine, STEPS)
+            assert engine.newest() == head_of(STEPS - 1)
     assert path.read_bytes() == whole
-    engine = LmdbEngine(tmp_path, create=False)
-    for step in range(STEPS, 2 * STEPS):
-        kept += publish(engine, step)
-    check(engine, kept)
-    engine.close()
+    with closing(LmdbEngine(tmp_path, create=False)) as engine:
+        for step in range(STEPS, 2 * STEPS):
+            kept += publish(engine, step)
+        check(engine, kept)
 
-
-# -- a reader next to the writer ----------------------------------------------------------------------------------
 
 PUBLISH_ON = """
 import sys
@@ -447,7 +335,6 @@ for opened in range(4):
 
 
 def value_of(number: int, which: int) -> Any:
-    """Return a state of a commit."""
     return np.frombuffer(f"{number} {which} ".encode() * (900 + number % 7 * 300), np.uint8)
 
 

@@ -1,6 +1,7 @@
-"""The map of LMDB: sized for its entries, and grown with them."""
+"""The map of LMDB: sized for its entries, grown with them, and read in its file without LMDB."""
 
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +12,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.apart import ran
-from tests.store.blobs import Content, check, drop_all, head_of, plain, publish, put, some_bytes
+from tests.files import flip
+from tests.store.blobs import Content, bytes_of, check, drop_all, head_of, plain, publish, put, some_bytes
 from tests.store.damage import assert_sentence
+from tests.store.test_head import look
 from tiercache.store import CorruptStoreError, LmdbEngine, StoreError, StoreFullError
 from tiercache.store.engines import lmdb_engine
 from tiercache.store.engines.block_file import BlockFile
-from tiercache.store.engines.engine import ReadRequest
 from tiercache.store.engines.lmdb_map import LmdbFile
 
 TB = 1 << 40
 
 
 @pytest.mark.parametrize("total", [1 << 30, 16 * TB, 100 * TB, 128 * TB, 1 << 50, (1 << 63) - (1 << 20)])
-def test_the_size_of_the_file_system_is_nothing_to_the_map(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int
-) -> None:
-    """A store is created and published on a file system of any size."""
+def test_the_map_ignores_the_size_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int) -> None:
     told = os.statvfs_result((1 << 20, 1 << 20, total >> 20, total >> 20, total >> 20, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: told)
-    engine = LmdbEngine(tmp_path, create=True)
-    kept = publish(engine, 0)
-    assert engine._env.info()["map_size"] < 1 << 30
-    engine.close()
-    engine = LmdbEngine(tmp_path, create=False)
-    check(engine, kept)
-    engine.close()
+    with closing(LmdbEngine(tmp_path, create=True)) as engine:
+        kept = publish(engine, 0)
+        assert engine._env.info()["map_size"] < 17 << 20
+    look(tmp_path, kept, readonly=False, commits=1)
 
 
 LIMITED = """
@@ -85,33 +81,12 @@ def test_a_map_that_is_too_small_grows_and_loses_nothing(
                 drop_all(engine, gone)
             assert engine.list().keys() == {one.blob.name for one in contents}
             assert engine.newest() == head_of(step)
-        publish(engine, len(steps))
+        contents += publish(engine, len(steps))
         engine.close()
-    reader = LmdbEngine(path, create=False, readonly=True)
-    check(reader, contents)
-    assert len(reader.list()) == len(contents) + 1
-    reader.close()
+    look(path, contents, commits=len(steps) + 1)
 
 
-def test_entries_outgrow_the_map_that_a_writer_begins_with(tmp_path: Path) -> None:
-    """Real sizes, with 22,000 blobs twice: the publish copies all entries into a larger one."""
-    engine = LmdbEngine(tmp_path, create=True)
-    kept = publish(engine, 0)
-    assert engine._env.info()["map_size"] < 17 << 20
-    for number in range(1, 3):
-        blobs = [plain(f"segments/{number}.{i:0400d}/0/rows", some_bytes(0)) for i in range(22_000)]
-        kept += publish(engine, number, blobs)
-    assert engine._env.info()["map_size"] > 64 << 20
-    engine.close()
-    reader = LmdbEngine(tmp_path, create=False, readonly=True)
-    assert reader.list().keys() == {one.blob.name for one in kept}
-    check(reader, [kept[5]])
-    reader.close()
-
-
-def test_a_map_without_address_space_is_said_and_the_next_publish_opens_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_map_without_address_space_is_said_and_opened_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not a full disk: nothing changed, and the next request succeeds."""
     engine = LmdbEngine(tmp_path, create=True)
     kept = publish(engine, 0)
@@ -133,17 +108,15 @@ def test_a_map_without_address_space_is_said_and_the_next_publish_opens_another(
     engine.close()
 
 
-def test_an_interrupt_while_entries_change_leaves_a_map_that_opens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_entries_change_leaves_a_whole_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At any time, the sum of checksums in the head matches the entries."""
-    calls = 0
+    left = 0
 
     def interrupted(call: Any) -> Any:
         def counted(*arguments: Any) -> Any:
-            nonlocal calls
-            calls -= 1
-            if calls == 0:
+            nonlocal left
+            left -= 1
+            if left == 0:
                 raise KeyboardInterrupt
             return call(*arguments)
 
@@ -156,13 +129,12 @@ def test_an_interrupt_while_entries_change_leaves_a_map_that_opens(
         with monkeypatch.context() as patched:
             for owner, name in ((lmdb_engine, "extents_of"), (lmdb_engine, "entry_of"), (BlockFile, "give")):
                 patched.setattr(owner, name, interrupted(getattr(owner, name)))
-            calls = number
+            left = number
             with pytest.raises(KeyboardInterrupt):
                 engine.drop([*((one.blob.name, 4096) for one in blobs), *((one.blob.name, None) for one in blobs)])
         publish(engine, number)
-        reader = LmdbEngine(tmp_path, create=False, readonly=True)
-        assert reader.list() == engine.list()
-        reader.close()
+        with closing(LmdbEngine(tmp_path, create=False, readonly=True)) as reader:
+            assert reader.list() == engine.list()
     engine.close()
 
 
@@ -194,44 +166,73 @@ print(engine.newest().name)
 @pytest.mark.disk
 @pytest.mark.parametrize("when", ["first", "later"])
 def test_a_full_disk_says_what_the_map_needs(tmp_path: Path, when: str) -> None:
-    """Not the usual need of a publish."""
     done = ran(FULL, tmp_path, when)
     needed, name = done.stdout.splitlines()
     assert int(needed) > 20_000 * 400, done.stderr
     assert name == ("commits/0" if when == "first" else "commits/1")
 
 
-def read(engine: LmdbEngine, content: Content) -> None:
-    """Read a blob of one part, and compare it."""
-    out = np.empty(content.blob.size, np.uint8)
-    engine.read(ReadRequest(content.blob, 0, out))
-    assert np.array_equal(out, content.pieces[0])
-
-
 def test_a_reader_descends_once_for_the_blobs_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A damaged entry among them only prevents reading its blob."""
-    engine = LmdbEngine(tmp_path, create=True)
-    kept = publish(engine, 0, [plain(f"states/0.{number}", some_bytes(300 + number)) for number in range(20)])
-    engine.close()
+    with closing(LmdbEngine(tmp_path, create=True)) as engine:
+        kept = publish(engine, 0, [plain(f"states/0.{number}", some_bytes(300 + number)) for number in range(20)])
+        entry = engine._entries["states/0.7"]
+
+    def read(one: Content) -> None:
+        assert bytes_of(engine, one.blob, 0, one.blob.size) == one.pieces[0].tobytes()
+
     descents: list[bytes] = []
     near = LmdbFile.near
     monkeypatch.setattr(LmdbFile, "near", lambda file, key: descents.append(key) or near(file, key))
-    engine = LmdbEngine(tmp_path, create=False, readonly=True)
-    descents.clear()
-    for one in kept:
-        read(engine, one)
-    assert len(descents) == 1
-    entry = engine._entries["states/0.7"]
-    engine.close()
+    with closing(LmdbEngine(tmp_path, create=False, readonly=True)) as engine:
+        descents.clear()
+        for one in kept:
+            read(one)
+        assert len(descents) == 1
+    flip(tmp_path / "data.mdb", (tmp_path / "data.mdb").read_bytes().rindex(entry), 4)
+    with closing(LmdbEngine(tmp_path, create=False, readonly=True)) as engine:
+        for one in kept:
+            if one.blob.name != "states/0.7":
+                read(one)
+                continue
+            with pytest.raises(CorruptStoreError, match=r"the entry of blob 'states/0.7' in data\.mdb is not what"):
+                read(one)
 
-    data = (tmp_path / "data.mdb").read_bytes()
-    at = data.rindex(entry)
-    (tmp_path / "data.mdb").write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
-    engine = LmdbEngine(tmp_path, create=False, readonly=True)
-    for one in kept:
-        if one.blob.name != "states/0.7":
-            read(engine, one)
-            continue
-        with pytest.raises(CorruptStoreError, match=r"the entry of blob 'states/0.7' in data\.mdb is not what"):
-            read(engine, one)
-    engine.close()
+
+@pytest.mark.disk
+def test_the_file_tells_where_lmdb_has_each_value(tmp_path: Path) -> None:
+    """For values of all sizes, in trees of several levels: one after another, and each by its key."""
+    generator = np.random.default_rng(0)
+    values = {f"{i:05d}".encode(): generator.bytes(int(generator.integers(0, 9000))) for i in range(1500)}
+    gone = list(values)[::7]
+    with lmdb.open(str(tmp_path), map_size=1 << 26, sync=False) as environment:
+        for _ in range(3):
+            with environment.begin(write=True) as txn:
+                for key, value in values.items():
+                    txn.put(key, value)
+        for key in gone:
+            with environment.begin(write=True) as txn:
+                txn.delete(key)
+            del values[key]
+    with closing(LmdbFile(str(tmp_path / "data.mdb"))) as file:
+        found = {value.key: os.pread(file.handle, value.size, value.offset) for value in file.values()}
+        assert found == values
+        assert list(found) == sorted(values)
+        assert {value.key: file.read(value) for value in file.values()} == values
+        for key, data in values.items():
+            value = file.find(key)
+            assert value is not None
+            assert file.read(value) == data
+        for key in [*gone, b"", b"0", b"99999", b"00000\0", b"zzz"]:
+            assert file.find(key) is None
+
+
+def test_an_empty_tree_has_no_value(tmp_path: Path) -> None:
+    """One that was never filled, and one that lost all values."""
+    with lmdb.open(str(tmp_path), map_size=1 << 20) as environment:
+        for _ in range(2):
+            with closing(LmdbFile(str(tmp_path / "data.mdb"))) as file:
+                assert (file.find(b"a"), list(file.values())) == (None, [])
+            with environment.begin(write=True) as txn:
+                txn.put(b"a", b"1")
+                txn.delete(b"a")

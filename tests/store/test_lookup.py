@@ -42,7 +42,7 @@ def trained(seed: int, passes: int) -> tuple[Store, World]:
 
 
 def test_pages_in_memory_are_not_read(home: Home, tables: list[Table]) -> None:
-    """Pages in ``cached`` are used; only the others are read, neighbors at once."""
+    """Pages in ``cached`` are used; only the others are read, neighbors at once: one read for each block."""
     store, world = home.open(tables), World(tables, keys_per_pass=80)
     world.run(store, 1)
     segment, group = store.segments[0], 0
@@ -57,8 +57,9 @@ def test_pages_in_memory_are_not_read(home: Home, tables: list[Table]) -> None:
         size = layout.byte_of_page(page + 1) - layout.byte_of_page(page)
         return np.full(size // 4, page, np.float32).view(np.uint8)
 
-    rows = np.arange(layout.rows)
+    rows, reads = np.arange(layout.rows), store.counters.reads
     plain = store.read_rows(segment, group, rows)
+    assert store.counters.reads - reads == layout.num_blocks
     before = store.counters.row_bytes_read
     mixed = store.read_rows(segment, group, rows, cached=cached)
     assert asked == list(range(layout.num_pages))
@@ -68,16 +69,6 @@ def test_pages_in_memory_are_not_read(home: Home, tables: list[Table]) -> None:
     for a, b in zip(plain, mixed, strict=True):
         assert np.array_equal(a[odd], b[odd])
         assert np.array_equal(b[~odd], np.broadcast_to(pages[~odd, None], b[~odd].shape))
-
-
-def test_contiguous_pages_are_read_at_once(home: Home, tables: list[Table]) -> None:
-    """All rows of a layout take one read of the engine for each block."""
-    store, world = home.open(tables), World(tables)
-    world.run(store, 1)
-    segment = store.segments[0]
-    before = store.counters.reads
-    store.read_rows(segment, 0, np.arange(segment.layouts[0].rows))
-    assert store.counters.reads - before == segment.layouts[0].num_blocks
 
 
 @settings(max_examples=15, deadline=None)
@@ -98,14 +89,18 @@ def test_a_lookup_gives_the_row_of_each_key_however_much_is_read_at_once(
                 assert row == world.rows.get((table.name, key), bytes(table.row_bytes))
 
 
-def test_a_damaged_page_ends_a_lookup_with_its_error() -> None:
-    """Although it is read ahead, on another thread."""
-    store, world = trained(0, 2)
-    segment = store.segments[0]
+def test_damaged_rows_and_keys_of_another_segment_are_refused() -> None:
+    """Rows are read ahead on another thread; other first hashes would lead a lookup to the wrong page."""
+    store, _ = trained(3, 2)
+    segment = store.segments[-1]
+    store.reader.keys(segment, 0, 0)
     store._opened.engine.blobs[f"{segment.name}/0/rows"].data[:] ^= 1
     with pytest.raises(CorruptBlockError, match="restore the store from a copy"):
         store.read_rows(segment, 0, np.arange(segment.layouts[0].rows))
-    assert world.pass_index == 2
+    first, *others = segment.meta
+    segment.describe((replace(first, first_hashes=first.first_hashes[:] + np.uint64(1)), *others))
+    with pytest.raises(CorruptBlockError, match="different first keys"):
+        store.reader.keys(segment, 0, 0)
 
 
 def test_large_runs_of_a_lookup_pass_the_page_cache(big: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,19 +143,7 @@ def test_one_key_costs_a_page_of_keys_and_one_of_rows() -> None:
         assert store.counters.row_bytes_read - before[1] <= count * 40 << 10
 
 
-def test_keys_that_do_not_begin_as_their_segment_says_are_refused() -> None:
-    """Metadata of other rows has other first hashes, and a lookup would read the wrong page."""
-    store, _ = trained(3, 2)
-    segment = store.segments[-1]
-    store.reader.keys(segment, 0, 0)
-    first, *others = segment.meta
-    segment.describe((replace(first, first_hashes=first.first_hashes[:] + np.uint64(1)), *others))
-    with pytest.raises(CorruptBlockError, match="different first keys"):
-        store.reader.keys(segment, 0, 0)
-
-
 def test_keys_without_a_row_are_an_error_unless_asked_for() -> None:
-    """The error has the table and all such keys; unknown tables and invalid keys are refused."""
     world = World(small_tables())
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         world.run(store, 3)
@@ -172,14 +155,14 @@ def test_keys_without_a_row_are_an_error_unless_asked_for() -> None:
         with pytest.raises(KeyMissingError, match=r"2 of 3 keys have no row .*\(7000, 8000\): leave them out") as error:
             store.lookup(table.name, np.array([8000, known, 7000, 8000]))
         assert (error.value.table, error.value.keys.tolist()) == (table.name, [7000, 8000])
-        with pytest.raises(ValueError, match="has no table 'nobody': it has "):
-            store.lookup("nobody", np.array([1]))
-        with pytest.raises(ValueError, match="keys are 1-dimensional float64"):
-            store.lookup(table.name, np.array([1.0]))
-        with pytest.raises(ValueError, match="does not fit in int64"):
-            store.lookup(table.name, np.array([2**63], np.uint64))
-        with pytest.raises(ValueError, match="missing='skip' is unknown"):
-            store.lookup(table.name, np.array([1]), missing="skip")
+        for name, key, options, words in (
+            ("nobody", np.array([1]), {}, "has no table 'nobody': it has "),
+            (table.name, np.array([1.0]), {}, "keys are 1-dimensional float64"),
+            (table.name, np.array([2**63], np.uint64), {}, "does not fit in int64"),
+            (table.name, np.array([1]), {"missing": "skip"}, "missing='skip' is unknown"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                store.lookup(name, key, **options)
 
 
 def test_changes_since_a_commit_that_was_given_up_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import boto3
@@ -34,6 +35,9 @@ Make = Callable[[], Any]
 """Returns a new client of the test's object store."""
 
 
+LOGIN = {"aws_access_key_id": "id", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """Run a local S3 server with conditional puts; yield its address."""
@@ -52,8 +56,7 @@ def make(request: pytest.FixtureRequest) -> Make:
         return lambda: ObjectStore(memory)
     endpoint = request.getfixturevalue("server")
     bucket = f"b{abs(hash(request.node.name)) % 10**9}"
-    known = {"aws_access_key_id": "id", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
-    boto3.client("s3", endpoint_url=endpoint, **known).create_bucket(Bucket=bucket)
+    boto3.client("s3", endpoint_url=endpoint, **LOGIN).create_bucket(Bucket=bucket)
     return lambda: ObjectStore(
         S3Store(
             bucket, endpoint=endpoint, region="us-east-1", access_key_id="id", secret_access_key="secret",
@@ -63,12 +66,10 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 def opened(make: Make, *, create: bool = False, keep_for: float = 0.0, **options: Any) -> ZarrEngine:
-    """Open the store with a new client."""
     return ZarrEngine(make(), create=create, keep_for=keep_for, **options)
 
 
 def names_of(make: Make) -> set[str]:
-    """Return the names of all objects."""
     return {str(entry["path"]) for page in obstore.list(make().store) for entry in page}
 
 
@@ -88,7 +89,6 @@ def sweep(engine: ZarrEngine, needed: list[Content]) -> None:
 
 
 def test_a_store_is_written_by_one_writer_after_another(make: Make) -> None:
-    """Each has its own names, one head exists, and unneeded objects are deleted."""
     commits, before = 0, list[Content]()
     for _ in range(3):
         engine = opened(make, create=not commits)
@@ -108,15 +108,14 @@ def test_a_store_is_written_by_one_writer_after_another(make: Make) -> None:
     engine.close()
     names = names_of(make)
     assert sum(name.startswith("heads/") for name in names) == 1
-    assert {name.split("/")[1] for name in names if name.startswith("segments/0")} == {
-        before[0].blob.name.split("/")[1]
-    }
+    (word,) = {name.split("/")[1] for name in names if name.startswith("segments/0")}
+    assert word == before[0].blob.name.split("/")[1]
     assert not any(name.startswith(("free/", "probes/")) for name in names)
 
 
 @pytest.mark.parametrize("keep_for", [0.0, 60.0])
 def test_what_is_dropped_stays_for_those_who_may_read_it(make: Make, keep_for: float) -> None:
-    """For the configured time, also chunks of fronts: remote readers are unknown."""
+    """For the configured time, because remote readers are unknown."""
     engine = opened(make, create=True, keep_for=keep_for)
     contents = publish(engine, 0, segment(layout_of([30], compression="zstd"), 1) + segment(layout_of([9]), 2))
     reader = opened(make, readonly=True)
@@ -146,9 +145,7 @@ def test_what_is_dropped_stays_for_those_who_may_read_it(make: Make, keep_for: f
 
 
 def test_a_writer_that_was_overtaken_changes_nothing(make: Make) -> None:
-    """It had put blobs; the new writer does not treat them as its own, and a late drop does not affect a later
-    writer's.
-    """
+    """The new writer does not treat its blobs as its own, and a late drop does not affect a later writer's."""
     old = opened(make, create=True)
     kept = publish(old, 0, of_epoch(segment(layout_of([10]), 1), old))
     added = put(old, of_epoch([*segment(layout_of([10]), 2), plain("commits/1", some_bytes(10))], old))
@@ -167,10 +164,9 @@ def test_a_writer_that_was_overtaken_changes_nothing(make: Make) -> None:
     mine += publish(new, 1)
     check(new, kept + mine)
     new.close()
-    with_reader = opened(make, readonly=True)
-    assert with_reader.newest() == head_of(1)
-    check(with_reader, kept + mine)
-    with_reader.close()
+    reader = opened(make, readonly=True)
+    assert reader.newest() == head_of(1)
+    check(reader, kept + mine)
 
 
 def test_a_writer_whose_number_is_free_again_is_refused(make: Make) -> None:
@@ -180,16 +176,15 @@ def test_a_writer_whose_number_is_free_again_is_refused(make: Make) -> None:
     new = opened(make)
     for number in (1, 2):
         publish(new, number)
-    heads = {name for name in names_of(make) if name.startswith("heads/")}
+    before = names_of(make)
     with pytest.raises(StoreInUseError, match="another writer has opened"):
         old.publish(head_of(7), head_of(0))
-    assert {name for name in names_of(make) if name.startswith("heads/")} == heads
+    assert names_of(make) == before
     publish(new, 3)
     for engine in (old, new):
         engine.close()
     reader = opened(make, readonly=True)
     assert reader.newest() == head_of(3)
-    reader.close()
 
 
 def test_of_two_writers_at_once_one_wins_whole(make: Make) -> None:
@@ -205,9 +200,8 @@ def test_of_two_writers_at_once_one_wins_whole(make: Make) -> None:
             engine = opened(make)
             head = engine.newest()
             assert head is not None
-            number = int(head.name.rpartition("/")[2])
-            for _ in range(3):
-                number += 1
+            first = int(head.name.rpartition("/")[2]) + 1
+            for number in range(first, first + 3):
                 put(engine, of_epoch(segment(layout_of([10]), number), engine))
                 engine.publish(head_of(number), head_of(number - 1))
                 done.append(number)
@@ -216,20 +210,17 @@ def test_of_two_writers_at_once_one_wins_whole(make: Make) -> None:
             assert_sentence(error)
             lost.append(str(error))
 
-    threads = [threading.Thread(target=write) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        for writer in [pool.submit(write) for _ in range(2)]:
+            writer.result()
     assert done == sorted(set(done))
     assert lost or len(done) == 6
     engine = opened(make)
     assert engine.newest() == head_of(done[-1])
-    engine.close()
 
 
 def test_the_blobs_of_tables_are_listed_and_dropped(make: Make) -> None:
-    """Each writer that created the store has one, by its epoch; other objects with this prefix are ignored."""
+    """Each writer that created the store has one, by its epoch."""
     engine = opened(make, create=True)
     put(engine, [plain(f"tables-{engine.epoch}", some_bytes(100))])
     publish(engine, 0)
@@ -245,7 +236,7 @@ def test_the_blobs_of_tables_are_listed_and_dropped(make: Make) -> None:
 
 
 def test_an_error_of_an_object_store_is_a_sentence(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For any exception of the client: in puts, the head, reads and lists."""
+    """For any exception of the client; a store that cannot be reached is not called corrupt."""
     engine = opened(make, create=True)
     kept = publish(engine, 0, segment(layout_of([10]), 1))
 
@@ -256,35 +247,24 @@ def test_an_error_of_an_object_store_is_a_sentence(make: Make, monkeypatch: pyte
         raise RuntimeError("the network is down")
         yield
 
-    def calls() -> Iterator[Callable[[], object]]:
-        yield lambda: put(engine, segment(layout_of([10]), 2))
-        yield lambda: put(engine, [plain("states/0.1", some_bytes(200_000))])
-        yield lambda: check(opened(make, readonly=True), kept)
-
-    for call in calls():
+    objects, lists = {"set": failing, "get": failing}, {"list_prefix": failing_list, "_list": failing_list}
+    calls: tuple[tuple[dict[str, Any], Callable[[], object], str], ...] = (
+        (objects, lambda: put(engine, segment(layout_of([10]), 2)), ""),
+        (objects, lambda: put(engine, [plain("states/0.1", some_bytes(200_000))]), ""),
+        (objects, lambda: check(opened(make, readonly=True), kept), ""),
+        (lists, engine.list, "cannot be read .*"),
+        (lists, engine.newest, "cannot be read .*"),
+        ({"set_if_not_exists": failing}, lambda: publish(engine, 1), ""),
+    )
+    for broken, call, words in calls:
+        check(engine, kept)
         with monkeypatch.context() as patch:
-            for name in ("set", "get"):
-                patch.setattr(ObjectStore, name, failing)
-            with pytest.raises(StoreError, match="the network is down") as caught:
+            for name, fails in broken.items():
+                patch.setattr(ObjectStore, name, fails)
+            with pytest.raises(StoreError, match=f"{words}the network is down") as caught:
                 call()
-        assert not isinstance(caught.value, CorruptStoreError)  # an unreachable store is intact
+        assert not isinstance(caught.value, CorruptStoreError)
         assert_sentence(caught.value)
-    with monkeypatch.context() as patch:
-        for name in ("list_prefix", "_list"):
-            patch.setattr(ObjectStore, name, failing_list)
-        for call in (engine.list, engine.newest):
-            with pytest.raises(
-                StoreError, match=r"cannot be read .*the network is down.*: fix that and open"
-            ) as caught:
-                call()
-            assert not isinstance(caught.value, CorruptStoreError)
-    check(engine, kept)
-    monkeypatch.setattr(ObjectStore, "set_if_not_exists", failing)
-    with pytest.raises(StoreError, match="the network is down") as caught:
-        publish(engine, 1)
-    assert_sentence(caught.value)
-    monkeypatch.undo()
-    engine.close()
 
 
 @pytest.mark.parametrize("at", ["answer", "interrupt"])
@@ -320,24 +300,22 @@ def test_a_head_that_the_store_did_not_confirm_is_whole_or_not_there(
         engine = opened(make)
     assert engine.newest() == head_of(1)
     check(engine, kept + publish(engine, 2))
-    engine.close()
 
 
 def test_a_url_is_the_store_below_its_path(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stores of one bucket do not see each other."""
-    known = {"aws_access_key_id": "id", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
-    boto3.client("s3", endpoint_url=server, **known).create_bucket(Bucket="urls")
-    for name, value in {**known, "aws_endpoint": server, "aws_allow_http": "true"}.items():
+    boto3.client("s3", endpoint_url=server, **LOGIN).create_bucket(Bucket="urls")
+    for name, value in {**LOGIN, "aws_endpoint": server, "aws_allow_http": "true"}.items():
         monkeypatch.setenv(name.upper().replace("REGION_NAME", "AWS_REGION"), value)
-    kept = []
-    for i in range(2):
-        engine = ZarrEngine(object_store(f"s3://urls/models/{i}.tc"), create=True)
+    kept, urls = [], [f"s3://urls/models/{i}.tc" for i in range(2)]
+    for i, url in enumerate(urls):
+        engine = ZarrEngine(object_store(url), create=True)
         assert engine.newest() is None
         kept.append(publish(engine, 0, segment(layout_of([10 + i]), i)))
         engine.close()
-    for i in range(2):
-        engine = ZarrEngine(object_store(f"s3://urls/models/{i}.tc"), create=False, readonly=True)
-        assert engine.label == f"the store in s3://urls/models/{i}.tc"
-        check(engine, kept[i])
-        assert engine.list().keys() == {one.blob.name for one in kept[i]}
+    for contents, url in zip(kept, urls, strict=True):
+        engine = ZarrEngine(object_store(url), create=False, readonly=True)
+        assert engine.label == f"the store in {url}"
+        check(engine, contents)
+        assert engine.list().keys() == {one.blob.name for one in contents}
         engine.close()

@@ -28,7 +28,6 @@ class Careless(MemoryStore):
     """Ignores the condition, like a server that does not know the header."""
 
     async def set_if_not_exists(self, key: str, value: Buffer) -> None:
-        """Put."""
         await self.set(key, value)
 
 
@@ -43,7 +42,6 @@ class Slow(FsspecStore):
     """A custom store that overrides something else."""
 
     async def set(self, key: str, value: Buffer, byte_range: Any = None) -> None:
-        """Put."""
         await super().set(key, value)
 
 
@@ -51,7 +49,6 @@ class CarelessWrapper(WrapperStore):  # type: ignore[type-arg]
     """Implements the conditional put itself, incorrectly."""
 
     async def set_if_not_exists(self, key: str, value: Buffer) -> None:
-        """Put."""
         await self.set(key, value)
 
 
@@ -59,7 +56,6 @@ class Careful(WrapperStore):  # type: ignore[type-arg]
     """Implements a correct conditional put over a store without one."""
 
     async def set_if_not_exists(self, key: str, value: Buffer) -> None:
-        """Put."""
         await MEMORY.set_if_not_exists(key, value)
         await self.set(key, await MEMORY.get(key, default_buffer_prototype()))  # type: ignore[arg-type]
 
@@ -86,8 +82,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def objects(store: Any) -> set[str]:
-    """Return the names of all objects."""
-
     async def collect() -> set[str]:
         return {key async for key in store.list()}
 
@@ -96,7 +90,6 @@ def objects(store: Any) -> set[str]:
 
 @pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED.keys())
 def test_a_store_that_does_not_decide_between_writers_is_not_written(make: Callable[[], Any], words: str) -> None:
-    """With an error, and nothing is left."""
     store = make()
     with pytest.raises(StoreError, match=rf"cannot be written: {words}, so one writer could destroy") as caught:
         ZarrEngine(store, create=True)
@@ -108,7 +101,6 @@ def test_a_store_that_does_not_decide_between_writers_is_not_written(make: Calla
     "wrap", [lambda store: store, WrapperStore, LoggingStore, Careful], ids=["as it is", "wrapped", "logged", "own put"]
 )
 def test_a_store_that_decides_is_written_and_has_no_probe(wrap: Callable[[Any], Any]) -> None:
-    """Also through wrappers that forward the put, or implement their own."""
     store = wrap(MemoryStore())
     engine = ZarrEngine(store, create=True)
     contents = publish(engine, 0, segment(layout_of([10]), 1))
@@ -117,12 +109,10 @@ def test_a_store_that_decides_is_written_and_has_no_probe(wrap: Callable[[Any], 
     assert not any(name.startswith("probes") for name in objects(store))
     engine = ZarrEngine(store, create=False)
     check(engine, contents)
-    engine.close()
 
 
 @pytest.mark.parametrize("make", [Careless, fsspec_store])
 def test_a_store_that_is_not_written_is_read(make: Callable[..., Any]) -> None:
-    """Objects that another client wrote."""
     memory, reading = MemoryStore(), make()
     engine = ZarrEngine(memory, create=True)
     contents = publish(engine, 0, [*segment(layout_of([10]), 1), plain("states/0.1", some_bytes(70_000))])
@@ -148,9 +138,10 @@ class Runs:
         self.needed: list[Content] = []
         monkeypatch.setattr(zarr_inventory, "time", SimpleNamespace(time=lambda: self.now))
 
-    def run(self, *, killed: bool = False, commits: int = 2, **options: Any) -> None:
-        """Publish some commits that each need nothing from the earlier ones."""
-        engine = ZarrEngine(ObjectStore(self.memory), create=not self.commits, **options)
+    def run(self, *, commits: int = 2, later: float = 0.0, killed: bool = False) -> None:
+        """Publish some commits, each of which needs nothing of those before it, some seconds after the last run."""
+        self.now += later
+        engine = ZarrEngine(ObjectStore(self.memory), create=not self.commits)
         sweep(engine, self.needed)
         for _ in range(commits):
             contents = of_epoch(segment(layout_of([10]), self.commits), engine)
@@ -164,7 +155,6 @@ class Runs:
             engine.close()
 
     def names(self) -> set[str]:
-        """Return the names of all objects."""
         return {str(entry["path"]) for page in obstore.list(self.memory) for entry in page}
 
     def dead(self) -> set[str]:
@@ -176,7 +166,6 @@ class Runs:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    """A store in memory with a frozen clock."""
     return Runs(monkeypatch)
 
 
@@ -184,12 +173,11 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize("distance", [700.0, 300.0, 150.0, 50.0])
 def test_garbage_of_a_short_run_is_deleted_by_a_later_one(runs: Runs, distance: float, killed: bool) -> None:
-    """So the objects of a store are bounded, for any length and end of its runs."""
+    """So the objects of a store are bounded."""
     most: list[int] = []
     for _ in range(40):
-        runs.run(killed=killed)
+        runs.run(later=distance, killed=killed)
         most.append(len(runs.names()))
-        runs.now += distance
     kept_runs = 600 / distance + 3  # younger garbage, and one run whose list was not written
     assert max(most[20:]) <= max(most[:20])
     assert len(runs.dead()) <= 4 * kept_runs
@@ -197,20 +185,16 @@ def test_garbage_of_a_short_run_is_deleted_by_a_later_one(runs: Runs, distance: 
 
 
 def test_garbage_stays_over_runs_until_it_is_due(runs: Runs) -> None:
-    """A reader can continue until then; then the next run deletes it, and newer garbage stays."""
+    """A reader can continue until then."""
     runs.run()
     reader, before = ZarrEngine(ObjectStore(runs.memory), create=False, readonly=True), runs.needed
-    runs.now += 10
-    runs.run(commits=4)
+    runs.run(commits=4, later=10)
     for _ in range(3):
-        runs.now += 190
-        runs.run(commits=0)
+        runs.run(commits=0, later=190)
         check(reader, before)
-    dead = runs.dead()
-    runs.now += 50
-    runs.run(commits=0)
+    assert runs.dead()
+    runs.run(commits=0, later=50)
     reader.close()
-    assert dead
     assert not runs.dead()
     assert not any(name.startswith("free/") for name in runs.names())
 
@@ -223,37 +207,30 @@ LIST = encode("free", {"since": [[1.0, ["segments/0.0-1/"]]]}, {})
     [b"", b"TCR1", b"x" * 100, LIST[:-1], encode("free", {"since": [[1.0]]}, {}), encode("free", {"since": 1}, {})],
 )
 def test_a_damaged_list_of_garbage_costs_only_time(runs: Runs, damage: bytes) -> None:
-    """Its names are garbage from the next run on."""
-    runs.run()
-    runs.run()
+    for _ in range(2):
+        runs.run()
     (listed,) = [name for name in runs.names() if name.startswith("free/")]
     obstore.put(runs.memory, listed, damage)
-    runs.now += 700
-    runs.run(commits=0)
+    runs.run(commits=0, later=700)
     assert runs.dead()
-    runs.now += 700
-    runs.run(commits=0)
+    runs.run(commits=0, later=700)
     assert not runs.dead()
 
 
 def test_a_list_names_nothing_that_is_needed(runs: Runs) -> None:
-    """A copy of a store can have a list that is newer than its head: needed blobs stay, whatever it lists."""
+    """A copy of a store can have a list that is newer than its head."""
     runs.run()
     names = [one.blob.name for one in runs.needed] + ["segments/", "commits/"]
     obstore.put(runs.memory, "free/1", encode("free", {"since": [[1.0, names]]}, {}))
     for _ in range(3):
-        runs.now += 700
-        runs.run(commits=0)  # checks that they exist
+        runs.run(commits=0, later=700)  # checks that they exist
 
 
 def test_a_clock_that_was_ahead_keeps_nothing_for_ever(runs: Runs) -> None:
     """Garbage with a time in the future counts from now on."""
-    runs.now += 1e6
-    runs.run()
-    runs.now -= 1e6
-    runs.run(commits=0)
-    runs.now += 700
-    runs.run(commits=0)
+    runs.run(later=1e6)
+    runs.run(commits=0, later=-1e6)
+    runs.run(commits=0, later=700)
     assert not runs.dead()
 
 
@@ -262,15 +239,10 @@ def test_a_name_that_is_put_again_is_not_deleted_later(runs: Runs) -> None:
     engine = ZarrEngine(ObjectStore(runs.memory), create=True)
     first = publish(engine, 0, segment(layout_of([30], compression="zstd"), 1))
     engine.drop([(one.blob.name, 4096) for one in first if one.blob.of])
-    drop_all(engine, first[:2])
-    again = put(engine, segment(layout_of([12]), 1, seed=1)[:2])
-    check(engine, again)
-    runs.now += 700
-    engine.drop([], shrink=True)
-    check(engine, again)
-    drop_all(engine, first[:4])
-    again = put(engine, segment(layout_of([12]), 1, seed=2))
-    runs.now += 700
-    engine.drop([], shrink=True)
-    check(engine, again)
-    engine.close()
+    for dropped, seed in ((2, 1), (4, 2)):
+        drop_all(engine, first[:dropped])
+        again = put(engine, segment(layout_of([12]), 1, seed=seed)[:dropped])
+        check(engine, again)
+        runs.now += 700
+        engine.drop([], shrink=True)
+        check(engine, again)

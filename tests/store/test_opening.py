@@ -1,9 +1,11 @@
 """Opening a store: missing, foreign and locked ones."""
 
+import gc
 import json
 import os
+import signal
+import warnings
 from collections import Counter
-from importlib import import_module
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -12,60 +14,44 @@ import numpy as np
 import pytest
 
 from tests.apart import command
-from tests.store.conftest import Home, small_tables
+from tests.store.conftest import Home, engine_of, small_tables
 from tests.store.world import World
-from tiercache.store import (
-    SGD,
+from tiercache.store import SGD, Cursor, MemoryEngine, SegmentLayout, Store, Table, Zeros, verify
+from tiercache.store.store_errors import (
     CorruptStoreError,
-    Cursor,
     FormatVersionError,
-    MemoryEngine,
     NotAStoreError,
-    SegmentLayout,
-    Store,
     StoreClosedError,
     StoreInUseError,
     StoreMissingError,
-    Table,
     TableMismatchError,
-    Zeros,
 )
 
 
-def one(name: str = "t", **changes: object) -> Table:
-    values = {"name": name, "dim": 2, "optimizer": SGD(learning_rate=0.1), "initializer": Zeros(), **changes}
-    return Table(**values)  # type: ignore[arg-type]
+def one(name: str = "t", **changes: Any) -> Table:
+    values: dict[str, Any] = {"name": name, "dim": 2, "optimizer": SGD(learning_rate=0.1), "initializer": Zeros()}
+    return Table(**values | changes)
 
 
-def test_a_missing_store_is_an_error_without_tables(tmp_path: Path) -> None:
-    """And for reading; nothing is made."""
+def test_a_missing_store_is_an_error_without_tables_and_for_reading(tmp_path: Path) -> None:
     with pytest.raises(StoreMissingError, match=r"no store at .*: check the path, or pass tables"):
         Store.open(tmp_path / "a")
-    with pytest.raises(StoreMissingError):
-        Store.open(tmp_path / "a", tables=[one()], mode="r")
+    with pytest.raises(StoreMissingError, match="no store in"):
+        Store.open(None, engine=MemoryEngine())
+    for path, engine in ((tmp_path / "a", None), (None, MemoryEngine())):
+        with pytest.raises(StoreMissingError):
+            Store.open(path, tables=[one()], engine=engine, mode="r")
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("size", ["64MiB", True, 1.5, 0, -1])
-def test_a_store_budget_that_is_no_number_of_bytes_is_refused(tmp_path: Path, size: Any) -> None:
-    """Before anything is made."""
-    with pytest.raises(ValueError, match=f"store_budget is {size!r}: expected a number of bytes, at least 1"):
-        Store.open(tmp_path / "a", tables=[one()], store_budget=size)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_and_a_folder_of_other_things_are_no_stores(tmp_path: Path) -> None:
-    """A store cannot be created below the file either; the message lists the folder's contents, and both stay
-    unchanged.
-    """
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("photo.jpg", "is a file"), ("photo.jpg/below", "is a file"), (".", "holds 'photo.jpg', not a")],
+)
+def test_a_file_and_a_folder_of_other_things_are_no_stores(tmp_path: Path, path: str, words: str) -> None:
     (tmp_path / "photo.jpg").write_text("mine")
-    for path, words in (
-        ("photo.jpg", "is a file"),
-        ("photo.jpg/below", "is a file"),
-        (".", "holds 'photo.jpg', not a"),
-    ):
-        with pytest.raises(NotAStoreError, match=words):
-            Store.open(tmp_path / path, tables=[one()])
+    with pytest.raises(NotAStoreError, match=words):
+        Store.open(tmp_path / path, tables=[one()])
     assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("photo.jpg", "mine")]
 
 
@@ -80,15 +66,14 @@ def test_a_marker_of_something_else_is_refused(tmp_path: Path, text: str) -> Non
     ("version", "words"),
     [(6, "use a newer tiercache"), (4, "use the tiercache that wrote it"), (3, "use the tiercache")],
 )
-def test_another_format_version_is_refused(tmp_path: Path, version: int, words: str) -> None:
-    """Older or newer, with a remedy; the store is not touched."""
+@pytest.mark.parametrize("mode", ["a", "r"])
+def test_another_format_version_is_refused(tmp_path: Path, version: int, words: str, mode: str) -> None:
     Store.open(tmp_path, tables=[one()]).close()
     marker = json.loads((tmp_path / "store.json").read_text())
     (tmp_path / "store.json").write_text(json.dumps({**marker, "version": version}))
     before = (tmp_path / "data.mdb").read_bytes()
-    for mode in ("a", "r"):
-        with pytest.raises(FormatVersionError, match=f"has format version {version}, but .* reads version 5: {words}"):
-            Store.open(tmp_path, mode=mode)
+    with pytest.raises(FormatVersionError, match=f"has format version {version}, but .* reads version 5: {words}"):
+        Store.open(tmp_path, mode=mode)
     assert (tmp_path / "data.mdb").read_bytes() == before
 
 
@@ -102,16 +87,15 @@ def test_another_format_version_is_refused(tmp_path: Path, version: int, words: 
         ([one("t", optimizer=SGD(learning_rate=0.2)), one("u")], "table 't' of .* has optimizer"),
         (
             [one("t", optimizer=SGD(learning_rate=0.1, momentum=0.5)), one("u")],
-            r"has optimizer {'momentum': 0.0}, but {'momentum': 0.5} was given",
+            "{'momentum': 0.0}, but {'momentum': 0.5} was",
         ),
     ],
 )
 def test_other_tables_are_refused(home: Home, given: list[Table], words: str) -> None:
     """The error has the first difference and a remedy."""
     home.open([one("t"), one("u")])
-    with pytest.raises(
-        TableMismatchError, match=words + r".*: pass the tables it has, alter the store with tiercache\.store\.alter"
-    ):
+    remedy = r": pass the tables it has, alter the store with tiercache\.store\.alter"
+    with pytest.raises(TableMismatchError, match=f"{words}.*{remedy}"):
         home.open(given)
     assert len(home.open([one("u"), one("t")]).tables) == 2
 
@@ -119,80 +103,81 @@ def test_other_tables_are_refused(home: Home, given: list[Table], words: str) ->
 HOLDER = """
 import sys
 from pathlib import Path
+from tests.store.conftest import engine_of
 from tiercache.store import Store
-from tiercache.store.engines.{module} import {engine}
-engine = {engine}(Path(sys.argv[1]), create=False)
-store = Store.open(None, engine=engine)
-print('open', flush=True)
+store = Store.open(None, engine=engine_of(sys.argv[1], Path(sys.argv[2]), create=False))
+print("open", flush=True)
 sys.stdin.read()
 """
-"""Opens an engine's instance for writing and keeps it open."""
 
 
-@pytest.mark.parametrize(("module", "engine"), [("zarr_engine", "ZarrEngine"), ("lmdb_engine", "LmdbEngine")])
-def test_a_second_writer_is_refused_whatever_way_the_first_was_opened(tmp_path: Path, module: str, engine: str) -> None:
+@pytest.mark.parametrize("kind", ["lmdb", "zarr"])
+def test_a_second_writer_is_refused_whatever_way_the_first_was_opened(tmp_path: Path, kind: str) -> None:
     """Instances of an engine hold the lock too: in this process and another, and against stores opened by path."""
-    engine_of: Any = getattr(import_module(f"tiercache.store.engines.{module}"), engine)
-    Store.open(tmp_path, tables=[one()], engine=module.removesuffix("_engine")).close()
-    with Store.open(None, engine=engine_of(tmp_path, create=False)):
-        for second in (lambda: engine_of(tmp_path, create=False), lambda: Store.open(tmp_path)):
-            with pytest.raises(StoreInUseError, match=r"is being written by process .*this process") as caught:
+
+    def refused(words: str, pid: int) -> None:
+        for second in (lambda: engine_of(kind, tmp_path, create=False), lambda: Store.open(tmp_path)):
+            with pytest.raises(StoreInUseError, match=rf"is being written by process .*{words}") as caught:
                 second()
-            assert caught.value.pid == os.getpid()
-        assert Store.open(tmp_path, mode="r").tables == (one(),)
-    code = HOLDER.format(module=module, engine=engine)
-    with Popen(command(code, tmp_path), stdin=PIPE, stdout=PIPE) as holder:
+            assert caught.value.pid == pid
+        with Store.open(tmp_path, mode="r") as reader:
+            assert reader.tables == (one(),)
+
+    Store.open(tmp_path, tables=[one()], engine=kind).close()
+    with Store.open(None, engine=engine_of(kind, tmp_path, create=False)):
+        refused("this process", os.getpid())
+    with Popen(command(HOLDER, kind, tmp_path), stdin=PIPE, stdout=PIPE) as holder:
         assert holder.stdout.readline() == b"open\n"
-        for second in (lambda: engine_of(tmp_path, create=False), lambda: Store.open(tmp_path)):
-            with pytest.raises(StoreInUseError, match="is being written by process") as caught:
-                second()
-            assert caught.value.pid == holder.pid
-        engine_of(tmp_path, create=False, readonly=True).close()
+        refused("", holder.pid)
         holder.kill()
         holder.wait()
-    engine_of(tmp_path, create=False).close()
+    engine_of(kind, tmp_path, create=False).close()
     Store.open(tmp_path).close()
 
 
 def test_a_store_is_not_used_across_a_fork(tmp_path: Path) -> None:
-    """The child gets an error, holds no lock, and closing there does not affect the parent's store."""
+    """The child gets an error, and neither its close nor its garbage affects the parent's store."""
     store, world = Store.open(tmp_path, tables=small_tables()), World(small_tables())
     world.run(store, 1)
     pid = os.fork()
     if pid == 0:  # pragma: no cover - in the child
+        warnings.simplefilter("error")
         status = 1
         try:
-            store.state()
-        except StoreClosedError as error:
-            status = 0 if "is used in its fork" in str(error) else 2
-        store.close()
-        os._exit(status)
+            with pytest.raises(StoreClosedError, match="is used in its fork"):
+                store.state()
+            store.close()
+            del store
+            gc.collect()
+            status = 0
+        finally:
+            os._exit(status)
     assert os.waitpid(pid, 0)[1] == 0
     world.run(store, 1)
     world.check(store, after=1)
     store.close()
+    assert verify(tmp_path)["problems"] == []
 
 
 def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
-    """A loader's worker that outlives training does not prevent opening the store."""
+    """Such as a loader's worker that outlives training."""
     store = Store.open(tmp_path, tables=[one()])
-    ready, wait = os.pipe(), os.pipe()
+    ready, told = os.pipe()
     pid = os.fork()
     if pid == 0:  # pragma: no cover - in the child
-        os.close(wait[1])
-        os.write(ready[1], b"x")
-        os.read(wait[0], 1)
-        os._exit(0)
-    os.read(ready[0], 1)
-    store.close()
-    Store.open(tmp_path).close()
-    os.close(wait[1])
-    os.waitpid(pid, 0)
+        os.write(told, b"x")
+        signal.pause()
+    try:
+        os.read(ready, 1)
+        store.close()
+        Store.open(tmp_path).close()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 @pytest.mark.parametrize("left", [["writer.lock"], ["writer.lock", "data.mdb"], ["writer.lock", "store.json.new"]])
 def test_a_creation_that_was_killed_is_done_again(tmp_path: Path, left: list[str]) -> None:
-    """With any leftovers from before the marker."""
     for name in left:
         (tmp_path / name).touch()
     with pytest.raises(StoreMissingError):
@@ -206,15 +191,13 @@ def test_a_creation_killed_just_before_its_marker_is_done_again(kind: str, tmp_p
     """Even with other tables, because the first ones were never visible."""
     Store.open(tmp_path, tables=[one()], engine=kind).close()
     (tmp_path / "store.json").unlink()
-    with Store.open(tmp_path, tables=[one("u")], engine=kind) as store:
-        assert [table.name for table in store.tables] == ["u"]
+    Store.open(tmp_path, tables=[one("u")], engine=kind).close()
     with Store.open(tmp_path) as store:
-        assert [table.name for table in store.tables] == ["u"]
+        assert store.tables == (one("u"),)
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "zarr"])
 def test_a_store_with_commits_that_lost_its_marker_is_not_made_again(kind: str, tmp_path: Path) -> None:
-    """Its rows are not overwritten, for any requested engine."""
     with Store.open(tmp_path, tables=small_tables(), engine=kind) as store:
         World(small_tables()).run(store, 1)
     (tmp_path / "store.json").unlink()
@@ -227,7 +210,6 @@ def test_a_store_with_commits_that_lost_its_marker_is_not_made_again(kind: str, 
 
 @pytest.mark.parametrize("name", ["data.mdb", "blocks.bin"])
 def test_a_missing_data_file_is_refused(tmp_path: Path, name: str) -> None:
-    """A marker alone is not a store, and neither are records without blocks."""
     Store.open(tmp_path, tables=[one()]).close()
     (tmp_path / name).unlink()
     for mode in ("a", "r"):
@@ -235,51 +217,54 @@ def test_a_missing_data_file_is_refused(tmp_path: Path, name: str) -> None:
             Store.open(tmp_path, mode=mode)
 
 
-def test_a_store_opens_with_the_engine_it_was_made_with(tmp_path: Path) -> None:
-    """It need not be named; another one is refused with a message, and so is an unknown one."""
-    for kind, other in (("lmdb", "zarr"), ("zarr", "lmdb")):
-        Store.open(tmp_path / kind, tables=[one()], engine=kind).close()
-        for mode in ("a", "r"):
-            Store.open(tmp_path / kind, mode=mode).close()
-            Store.open(tmp_path / kind, mode=mode, engine=kind).close()
-            with pytest.raises(ValueError, match=rf"was created with engine '{kind}', not '{other}': omit engine"):
-                Store.open(tmp_path / kind, mode=mode, engine=other)
-    Store.open(tmp_path / "s", tables=[one()]).close()
-    marker = json.loads((tmp_path / "s" / "store.json").read_text())
+@pytest.mark.parametrize(("kind", "other"), [("lmdb", "zarr"), ("zarr", "lmdb")])
+def test_a_store_opens_with_the_engine_it_was_made_with(kind: str, other: str, tmp_path: Path) -> None:
+    Store.open(tmp_path, tables=[one()], engine=kind).close()
+    for mode in ("a", "r"):
+        Store.open(tmp_path, mode=mode).close()
+        Store.open(tmp_path, mode=mode, engine=kind).close()
+        with pytest.raises(ValueError, match=rf"was created with engine '{kind}', not '{other}': omit engine"):
+            Store.open(tmp_path, mode=mode, engine=other)
+
+
+def test_an_engine_that_this_version_lacks_is_refused(tmp_path: Path) -> None:
+    Store.open(tmp_path, tables=[one()]).close()
+    marker = json.loads((tmp_path / "store.json").read_text())
     assert marker["engine"] == "lmdb"
-    (tmp_path / "s" / "store.json").write_text(json.dumps({**marker, "engine": "tape"}))
+    (tmp_path / "store.json").write_text(json.dumps({**marker, "engine": "tape"}))
     with pytest.raises(FormatVersionError, match="engine 'tape', but this tiercache has lmdb and zarr: use a newer"):
-        Store.open(tmp_path / "s")
+        Store.open(tmp_path)
 
 
-def test_unknown_modes_and_engines_are_refused(tmp_path: Path) -> None:
-    """Before anything is created."""
-    with pytest.raises(ValueError, match="expected 'a'"):
-        Store.open(tmp_path / "s", tables=[one()], mode="w")
-    with pytest.raises(ValueError, match="expected 'lmdb'"):
-        Store.open(tmp_path / "s", tables=[one()], engine="files")
-    with pytest.raises(ValueError, match="needs a path"):
-        Store.open(None, tables=[one()])
-    with pytest.raises(ValueError, match="at least one"):
-        Store.open(tmp_path / "s", tables=[])
-    assert not (tmp_path / "s").exists()
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "w"}, "expected 'a'"),
+        ({"engine": "files"}, "expected 'lmdb'"),
+        ({"path": None}, "needs a path"),
+        ({"tables": []}, "at least one"),
+        *(
+            ({"store_budget": size}, f"store_budget is {size!r}: expected a number of bytes, at least 1")
+            for size in ("64MiB", True, 1.5, 0, -1)
+        ),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_are_refused_before_anything_is_made(tmp_path: Path, options: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Store.open(**{"path": tmp_path / "s", "tables": [one()]} | options)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_engine_without_tables_is_no_store() -> None:
-    """An instance is made a store only with tables."""
-    with pytest.raises(StoreMissingError, match="no store in"):
-        Store.open(None, engine=MemoryEngine())
-    with pytest.raises(StoreMissingError):
-        Store.open(None, engine=MemoryEngine(), tables=[one()], mode="r")
+def counting(name: str, counted: Counter[str]) -> Any:
+    """Return a function of ``os`` that counts its calls."""
+    real = getattr(os, name)
 
+    def call(*args: Any, **options: Any) -> Any:
+        counted[name] += 1
+        return real(*args, **options)
 
-@pytest.mark.parametrize("wrong", [1.0, "1", [1]])
-@pytest.mark.parametrize("option", ["commit", "retention"])
-def test_an_option_that_is_no_whole_number_is_refused(tmp_path: Path, option: str, wrong: Any) -> None:
-    """A string is not converted to the number that it spells."""
-    mode = {"commit": "r", "retention": "a"}[option]
-    with pytest.raises(ValueError, match=rf"{option} is .* of type {type(wrong).__name__}: expected an int"):
-        Store.open(tmp_path / "s", tables=[one()], mode=mode, **{option: wrong})
+    return call
 
 
 @pytest.mark.parametrize("mode", ["r", "a"])
@@ -301,15 +286,7 @@ def test_an_opening_asks_the_file_system_as_often_whatever_the_number_of_blocks(
         counted = Counter[str]()
         with monkeypatch.context() as patched:
             for name in ("fstat", "stat", "lstat", "open", "pread", "preadv", "scandir", "listdir"):
-                real = getattr(os, name)
-
-                def call(
-                    *args: Any, name: str = name, real: Any = real, to: Counter[str] = counted, **options: Any
-                ) -> Any:
-                    to[name] += 1
-                    return real(*args, **options)
-
-                patched.setattr(os, name, call)
+                patched.setattr(os, name, counting(name, counted))
             Store.open(path, mode=mode).close()
         calls.append(counted)
     assert calls[0] == calls[1]

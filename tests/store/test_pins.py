@@ -8,21 +8,19 @@ import pytest
 from tests.dist.meeting import meet
 from tests.dist.sharded_world import divide_anew, problems, sharding_on, train_shards
 from tests.store.conftest import Home, needed_bytes, small_tables, stored_bytes
-from tests.store.failing import FailingEngine
+from tests.store.failing import disk_full
 from tests.store.test_rewrite import rows_of
 from tests.store.world import World
-from tiercache.store import CommitMissingError, MemoryEngine, Store, StoreError, StoreFullError, info, verify
+from tiercache.store import CommitMissingError, Store, StoreFullError, info, verify
 from tiercache.store.snapshot import Needed
 from tiercache.store.verification import Verification
 
 
 def small_world() -> World:
-    """Return a world with small passes."""
     return World(small_tables(), keys_per_pass=12, universe=30, block_rows=4, page_rows=2)
 
 
 def ids(store: Store) -> list[int]:
-    """Return the kept commits of a store."""
     return [commit.id for commit in store.commits]
 
 
@@ -36,7 +34,6 @@ def check_pinned(store: Store, commit: int, world: World) -> None:
 
 
 def test_a_pinned_commit_outlives_passes_reopening_schedules_compaction_and_rollback(home: Home) -> None:
-    """With its rows and its state; and once it is unpinned, with the commit that does so, nothing of it is left."""
     world = small_world()
     store = home.open(world.tables)
     world.run(store, 2)
@@ -74,9 +71,7 @@ def test_a_pinned_commit_outlives_passes_reopening_schedules_compaction_and_roll
 
 
 def test_a_pin_writes_one_small_blob_and_takes_the_place_of_the_commit_before(home: Home) -> None:
-    """Its rank list and state are shared with the previous commit; the number of kept training commits does not
-    change.
-    """
+    """Its rank list and state are shared with it; the number of kept training commits does not change."""
     world = small_world()
     store = home.open(world.tables, retention=3)
     world.run(store, 5)
@@ -95,78 +90,7 @@ def test_a_pin_writes_one_small_blob_and_takes_the_place_of_the_commit_before(ho
     world.check(store, after=world.pass_index - 1)
 
 
-def test_a_name_keeps_one_commit_and_a_commit_may_have_two_names(home: Home) -> None:
-    """Assigning a name to another commit releases the previous one."""
-    world = small_world()
-    store = home.open(world.tables)
-    world.run(store, 1)
-    store.pin("best")
-    world.run(store, 1)
-    store.pin("best")
-    store.pin("second", 2)
-    world.run(store, 1)
-    assert store.commit.pins == {"best": 2, "second": 2}
-    assert ids(store) == [2, 5]
-    store.unpin("best")
-    assert ids(store) == [2, 6]
-    store.unpin("second")
-    assert ids(store) == [7]
-
-
-def test_rows_that_no_commit_names_yet_wait_while_a_commit_is_pinned(home: Home) -> None:
-    """They are in the next commit, but not in the pin's; a crash before it loses them as usual."""
-    world = small_world()
-    store = home.open(world.tables)
-    world.run(store, 2)
-    world.train()
-    segment = world.append(store)
-    world.pass_index += 1
-    commit = store.pin("before")
-    assert segment.id not in commit.segment_ids
-    assert store.segments[-1] is segment
-    world.check(store, after=world.pass_index - 1)
-    world.publish(store)
-    world.check_changes(store, 2)
-    assert store.commit.named[segment.id] == 3
-    store = home.open()
-    assert ids(store) == [1, 3]
-    world.run(store, 1)
-    assert store.segments[-1].id == segment.id + 1
-    assert Verification(store).run()["problems"] == []
-
-
-def test_a_pin_keeps_the_retention_that_the_store_was_opened_with(home: Home) -> None:
-    world = small_world()
-    world.run(home.open(world.tables), 2)
-    store = home.open(retention=3)
-    store.pin("best")
-    store = home.open()
-    assert store.retention == 3
-    world.run(store, 4)
-    assert ids(store) == [1, 4, 5, 6]
-
-
-def test_a_pin_that_fails_leaves_the_store_as_it_was() -> None:
-    """For any failure of the engine; a retry succeeds."""
-    world, engine = small_world(), FailingEngine(MemoryEngine(), verbs=("put", "publish"))
-    with Store.open(None, tables=world.tables, engine=engine, retention=2) as store:
-        world.run(store, 3)
-        for step in (lambda: store.pin("best"), lambda: store.unpin("best")):
-            before, kept = store.commit, ids(store)
-            for call in (1, 2):
-                engine.fail_in(call)
-                with pytest.raises(StoreError):
-                    step()
-                engine.fail_in(None)
-                assert store.commit is before
-                assert ids(store) == kept
-                assert stored_bytes(store) == needed_bytes(store)
-            step()
-        assert store.commit.pins == {}
-
-
 def test_what_cannot_be_pinned_is_refused(tmp_path: Path) -> None:
-    """No commit, one that is not kept, invalid names, and a store that is only read."""
     world = small_world()
     with Store.open(tmp_path / "s", tables=world.tables) as store:
         with pytest.raises(ValueError, match="has no commit yet: publish one first"):
@@ -197,9 +121,6 @@ def test_what_cannot_be_pinned_is_refused(tmp_path: Path) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_all_ranks_keep_a_pinned_commit(tmp_path: Path, engine: str) -> None:
-    """Through further training, another pin, a compaction and a rollback to it; once unpinned, no rank has any of
-    it.
-    """
     path = tmp_path / "s"
     assert train_shards(path, 3, 4, engine=engine) == [None] * 3
     with Store.open(path) as store:
@@ -237,7 +158,6 @@ def test_all_ranks_keep_a_pinned_commit(tmp_path: Path, engine: str) -> None:
 
 
 def test_ranks_and_their_number_leave_the_digest_of_rows(tmp_path: Path) -> None:
-    """Each rank has it, and other ranks inherit it until they train."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 2) == [None] * 2
     with Store.open(path) as store:
@@ -270,7 +190,6 @@ def check_ranks(store: Store) -> None:
 def test_a_step_that_one_rank_fails_at_is_one_of_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, verb: str
 ) -> None:
-    """The store is unchanged on all ranks, and the step can be tried again."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4, retention=2) == [None] * 2
     with Store.open(path) as store:
@@ -291,5 +210,4 @@ def test_a_step_that_one_rank_fails_at_is_one_of_no_rank(
 
 
 def failing(*_: object, **__: object) -> None:
-    """Fail like an engine on a full disk."""
-    raise StoreFullError(needed_bytes=1, limit="the disk is full", advice="free space there")
+    raise disk_full()

@@ -1,47 +1,64 @@
-"""A writer and readers in the same and other processes: each checks every row that it sees."""
+"""A writer and readers in the same and other processes: each sees the rows of a commit, whatever is written."""
 
-import json
-import os
+import copy
+import multiprocessing
 import random
-import subprocess
-import sys
-import threading
-import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.store.reading_process import NUM_PASSES, TABLES, Uses, check, commit, train
-from tiercache.store import CommitMissingError, Cursor, Store, verify
+from tests.store.conftest import small_tables
+from tests.store.reader import digest, read
+from tests.store.world import World
+from tiercache.store import Store, verify
 
 
-def write(path: Path, store: Store, seconds: float) -> tuple[Store, Counter[str]]:
-    """Run steps of every kind; return the store, which may be another one, and the number of each."""
-    draw, done, end = random.Random(7), Counter[str](), time.monotonic() + seconds
-    while time.monotonic() < end:
-        assert store.commit is not None
-        at, which = store.commit.cursor.pass_index, draw.random()
-        if which < 0.75 or at <= NUM_PASSES:
-            train(store, at)
-            if draw.random() < 0.1:
-                store.discard_uncommitted()
-                done["discard"] += 1
-                continue
-            commit(store, at + 1)
-            done["commit"] += 1
-        elif which < 0.85:
-            store.rollback(store.commits[0].id)
-            done["rollback"] += 1
-        elif which < 0.95:
-            retain = draw.random() < 0.5
-            store.rewrite(Uses(at), schedule_digest="cyclic", start=Cursor(at), retain_segments=retain)
-            done["rewrite"] += 1
-        else:
-            store.close()
-            store = Store.open(path)
-            done["open"] += 1
-    return store, done
+class Writer:
+    """Takes steps of every kind; ``digests`` has the content of each commit."""
+
+    def __init__(self, path: Path, engine: str) -> None:
+        self.path, self.draw, self.done, self.digests = path, random.Random(7), Counter[str](), dict[int, str]()
+        self.world = World(small_tables()[:2], num_passes=5, keys_per_pass=200, universe=300, block_rows=50)
+        self.store = Store.open(path, tables=self.world.tables, engine=engine, retention=2)
+        self.worlds: dict[int, World] = {}
+        self.train()
+
+    def step(self) -> None:
+        way = self.draw.choice([*[self.train] * 6, self.discard, self.roll_back, self.reorganize, self.reopen])
+        way()
+        self.done[way.__name__] += 1
+
+    def train(self) -> None:
+        self.world.run(self.store, 1)
+        self.commit()
+
+    def discard(self) -> None:
+        self.world.train()
+        self.world.append(self.store)
+        self.store.discard_uncommitted()
+        self.world = copy.deepcopy(self.worlds[self.store.commit.id])
+
+    def roll_back(self) -> None:
+        oldest = self.store.commits[0].id
+        self.store.rollback(oldest)
+        self.world = copy.deepcopy(self.worlds[oldest])
+        self.commit()
+
+    def reorganize(self) -> None:
+        self.world.keys_per_pass = self.draw.choice([20, 200])  # of few keys, segments are retained
+        self.world.follow(self.store, self.world.draw(self.draw.randrange(100)))
+        self.commit()
+
+    def reopen(self) -> None:
+        self.store.close()
+        self.store = Store.open(self.path)
+
+    def commit(self) -> None:
+        """Note the newest commit."""
+        self.worlds[self.store.commit.id] = copy.deepcopy(self.world)
+        self.digests[self.store.commit.id] = digest(self.store)
 
 
 @pytest.mark.sampled(1)
@@ -50,45 +67,20 @@ def write(path: Path, store: Store, seconds: float) -> tuple[Store, Counter[str]
 )
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_readers_beside_a_writer_see_no_wrong_row(engine: str, seconds: int, tmp_path: Path) -> None:
-    """Commits, discards, rollbacks, rewrites and openings; two processes, and a thread with views of the writer's
-    store.
-    """
-    path, stop, seen = tmp_path / "s", threading.Event(), Counter[str]()
-    store = Store.open(path, tables=TABLES, engine=engine, retention=2)
-    train(store, 0)
-    commit(store, 1)
-
-    def read_inside() -> None:
-        draw = random.Random(1)
-        while not stop.is_set():
-            try:
-                with Store.open(path, mode="r") as own:
-                    seen[check(own, draw)] += 1
-            except CommitMissingError:
-                seen["given up"] += 1
-            except BaseException as error:
-                seen[repr(error)] += 1
-                raise
-
-    thread = threading.Thread(target=read_inside)
-    command = [sys.executable, "-m", "tests.store.reading_process", str(tmp_path), str(seconds)]
-    others = [
-        subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ)
-        for seed in range(2)
-    ]
-    thread.start()
-    try:
-        store, done = write(path, store, seconds + 2)
-    finally:
-        stop.set()
-        thread.join()
-        told = [other.communicate() for other in others]
-        store.close()
-    for other, (said, errors) in zip(others, told, strict=True):
-        assert other.returncode == 0, errors.decode()
-        counts = json.loads(said)
-        assert sum(counts[way] for way in counts if way != "given up") > 3
-    assert seen.keys() <= {"lookup", "scan", "given up"}, seen
-    assert seen["lookup"] + seen["scan"] > 3
-    assert done["commit"] > 3
-    assert verify(path)["problems"] == []
+    """In two processes, and in a thread of the writer's."""
+    writer = Writer(tmp_path / "s", engine)
+    with (
+        ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        pools = (processes, processes, threads)
+        readers = [pool.submit(read, tmp_path / "s", seconds, seed) for seed, pool in enumerate(pools)]
+        while not all(reader.done() for reader in readers):
+            writer.step()
+        writer.store.close()
+        for reader in readers:
+            found = reader.result()
+            assert len(found) > 3
+            assert [writer.digests[id_] for id_, _ in found] == [seen for _, seen in found]
+    assert writer.done["train"] > 3
+    assert verify(tmp_path / "s")["problems"] == []

@@ -1,8 +1,5 @@
 """Loads of many ranges at a time equal loads one by one, in bytes and in errors."""
 
-import signal
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,17 +8,13 @@ import pytest
 
 from tests.store.big import BIG, dump, publish
 from tests.store.conftest import Home
-from tests.store.failing import Between
 from tests.store.world import World
 from tiercache.store import CorruptBlockError, MemoryEngine, Store, Table
 from tiercache.store.layout import ROWS
 from tiercache.store.reading import Pages
 
-COUNTED = ("row_bytes_read", "rows_read", "reads")
-
 
 def live(store: Store) -> list[Pages]:
-    """Return the requests of a load of all live ranges."""
     wanted = []
     for segment in store.segments:
         for group, layout in enumerate(segment.layouts):
@@ -33,15 +26,14 @@ def live(store: Store) -> list[Pages]:
 
 
 def loaded(store: Store, *, at_once: int | None) -> tuple[list[bytes], list[int]]:
-    """Load all live ranges; return their bytes, and their counters."""
-    before = [getattr(store.counters, name) for name in COUNTED]
-    wanted = live(store)
+    """Load all live ranges, or read one by one; return their bytes, and what the counters counted."""
+    before, wanted = dict(vars(store.counters)), live(store)
     if at_once:
         store.load(wanted, at_once=at_once)
     else:
         for segment, group, low, high, out in wanted:
             store.read(segment, group, low, high, out)
-    counted = [getattr(store.counters, name) - b for name, b in zip(COUNTED, before, strict=True)]
+    counted = [getattr(store.counters, name) - before[name] for name in ("row_bytes_read", "rows_read", "reads")]
     return [pages.out.tobytes() for pages in wanted], counted
 
 
@@ -49,7 +41,6 @@ def loaded(store: Store, *, at_once: int | None) -> tuple[list[bytes], list[int]
 def test_ranges_that_are_loaded_together_are_those_that_are_read_one_by_one(
     home: Home, tables: list[Table], mode: str
 ) -> None:
-    """The same bytes and counts, on every engine, for writing and for reading."""
     World(tables, keys_per_pass=80).run(home.open(tables), 3)
     store = home.open(mode=mode)
     data, counted = loaded(store, at_once=None)
@@ -61,7 +52,6 @@ def test_ranges_that_are_loaded_together_are_those_that_are_read_one_by_one(
 
 
 def test_compressed_rows_are_loaded_beside_others(tmp_path: Path) -> None:
-    """In Zarr, with one compressed table and an uncompressed one."""
     tables = [replace(BIG, compression="zstd"), replace(BIG, name="other", dim=3)]
     world = World(tables, keys_per_pass=80)
     with Store.open(tmp_path / "s", tables=tables, engine="zarr") as store:
@@ -74,7 +64,6 @@ def test_compressed_rows_are_loaded_beside_others(tmp_path: Path) -> None:
     ("damage", "words"), [("flipped", "has checksum"), ("short", "ends at byte"), ("missing", "is missing")]
 )
 def test_damage_is_refused_in_the_same_words(damage: str, words: str) -> None:
-    """A flipped byte, a truncated blob, a missing one: block and place are named, for any number of reads."""
     engine = MemoryEngine()
     with Store.open(None, tables=[BIG], engine=engine) as store:
         dump(store, 0, {1: 500, 2: 500})
@@ -93,25 +82,3 @@ def test_damage_is_refused_in_the_same_words(damage: str, words: str) -> None:
                 loaded(store, at_once=at_once)
             said.add((str(caught.value), caught.value.segment, caught.value.block, caught.value.tables))
         assert [one[1] for one in said] == [last.id]
-
-
-def test_an_interrupted_load_leaves_no_thread_that_reads() -> None:
-    """Ctrl-C while several threads read: it is raised when none of them is reading any more."""
-    engine, seen = Between(MemoryEngine()), list[int]()
-
-    def interrupt() -> None:
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        time.sleep(0.1)  # time for the main thread to fail
-        seen.append(engine.reading)
-
-    with Store.open(None, tables=[BIG], engine=engine) as store:
-        dump(store, 0, dict.fromkeys(range(1, 20), 40))
-        publish(store, 1)
-        engine.in_reads(2, interrupt)
-        wanted = live(store)
-        with pytest.raises(KeyboardInterrupt):
-            store.load(wanted, at_once=3)
-        assert engine.reading == 0
-        assert seen
-        assert not wanted[-1].out.any()
-        assert loaded(store, at_once=3) == loaded(store, at_once=None)

@@ -1,5 +1,6 @@
 """Records with damage, or with values that no store writes, are refused."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ def test_a_record_gives_values_and_arrays_back() -> None:
 
 @given(st.integers(0, len(RECORD) - 1), st.integers(1, 255))
 def test_any_changed_byte_and_any_shorter_length_is_refused(place: int, change: int) -> None:
-    """The error names the record."""
+    """By the record's name."""
     for data in (RECORD[:place] + bytes([RECORD[place] ^ change]) + RECORD[place + 1 :], RECORD[:place]):
         with pytest.raises(CorruptStoreError, match=r"^it "):
             decode("test", data, "it")
@@ -58,7 +59,7 @@ def test_any_changed_byte_and_any_shorter_length_is_refused(place: int, change: 
     ],
 )
 def test_sizes_are_checked_before_they_are_used(data: bytes) -> None:
-    """A record with wrong values and a correct checksum is refused too, and objects are never created from bytes."""
+    """Though the checksum is right; objects are never created from bytes."""
     with pytest.raises(CorruptStoreError, match=r"^it "):
         decode("test", data, "it")
 
@@ -75,21 +76,33 @@ def test_values_that_json_has_no_word_for_are_refused(values: dict[str, Any]) ->
 GROUPS = group_tables(small_tables())
 
 
-def of_a_store() -> tuple[bytes, bytes, bytes]:
+def of_a_store() -> dict[str, bytes]:
     """Return the newest commit of a store, its rank list, and the head of a segment's metadata."""
     world, engine = World(small_tables()), MemoryEngine()
     with Store.open(None, tables=world.tables, engine=engine, retention=2) as store:
         world.run(store, 3)
         records, commit, segment = records_of(engine), store.commit, store.segments[-1]
         description = records[segment.meta_blob.name][: segment.head_bytes]
-        return records[commit.head.name], records[commit.ranks[0].name], description
+        return {"commit": records[commit.head.name], "rank": records[commit.ranks[0].name], "segment": description}
 
 
-COMMIT, RANK, DESCRIPTION = of_a_store()
+WHOLE = of_a_store()
+
+
+def changed(kind: str, change: Change) -> bytes:
+    """Return a record of the store with a change of its values or arrays."""
+    values, arrays = decode(kind, WHOLE[kind], "it")
+    arrays = {name: array.copy() for name, array in arrays.items()}
+    change(values, arrays)
+    return encode(kind, values, arrays)
+
+
+def having(**values: Any) -> Change:
+    """Return a change of values."""
+    return lambda before, _: before.update(values)
 
 
 def read_rank(data: bytes) -> RankList:
-    """Read a commit's list of a rank."""
     return RankList.from_bytes(data, GROUPS, Segment, "it")
 
 
@@ -109,7 +122,6 @@ def number(name: str, value: int) -> Change:
 
 
 def without(name: str) -> Change:
-    """Return a change that removes an array."""
     return lambda _, arrays: arrays.pop(name)
 
 
@@ -118,12 +130,12 @@ BAD_RANKS: dict[str, Change] = {
     "a state that is longer": lambda values, _: values["state"].__setitem__(1, 5 << 20),
     "parts of the state of no bytes": lambda values, _: values["state"].__setitem__(2, 0),
     "no state": lambda values, _: values.pop("state"),
-    "another number of tables": lambda values, _: values.update(tables=4),
-    "another number of groups": lambda values, _: values.update(groups=3),
-    "no list of segments": lambda values, _: values.update(segments=3),
+    "another number of tables": having(tables=4),
+    "another number of groups": having(groups=3),
+    "no list of segments": having(segments=3),
     "a segment less": lambda values, _: values["segments"].pop(),
     "a segment twice": lambda values, _: values["segments"].__setitem__(1, values["segments"][0]),
-    "a segment that is yet to come": lambda values, _: values.update(next_segment=1),
+    "a segment that is yet to come": having(next_segment=1),
     "an id that is none": at(0, -1),
     "a pass that no schedule has": at(2, 1 << 63),
     "a pass before the first base": at(2, -(1 << 63) - 1),
@@ -149,69 +161,52 @@ BAD_RANKS: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("what", BAD_RANKS)
-def test_a_rank_that_lists_what_cannot_be_is_refused(what: str) -> None:
-    """When the store is opened, before any segment is read."""
-    values, arrays = decode("rank", RANK, "it")
-    arrays = {name: array.copy() for name, array in arrays.items()}
-    assert read_rank(encode("rank", values, arrays)).to_bytes() == RANK
-    BAD_RANKS[what](values, arrays)
-    with pytest.raises(CorruptStoreError, match=r"^it cannot be read .*: restore the store"):
-        read_rank(encode("rank", values, arrays))
-
-
 def test_the_pass_of_a_base_counts_from_minus_one_down() -> None:
     """It has the same limit as a dump's counting up."""
-    values, arrays = decode("rank", RANK, "it")
-    values["segments"][0][2], values["segments"][1][2] = -(1 << 63), (1 << 63) - 1
-    passes = [segment.pass_index for segment in read_rank(encode("rank", values, arrays)).segments]
+
+    def limits(values: dict[str, Any], _: object) -> None:
+        values["segments"][0][2], values["segments"][1][2] = -(1 << 63), (1 << 63) - 1
+
+    passes = [segment.pass_index for segment in read_rank(changed("rank", limits)).segments]
     assert passes[:2] == [-(1 << 63), (1 << 63) - 1]
 
 
 def test_counts_take_four_bytes_as_long_as_they_fit() -> None:
     """And eight after that: both can be read."""
-    _, arrays = decode("rank", RANK, "it")
+    _, arrays = decode("rank", WHOLE["rank"], "it")
     assert {array.dtype for array in arrays.values()} == {np.dtype(np.uint32)}
-    rank = read_rank(RANK)
+    rank = read_rank(WHOLE["rank"])
+    assert rank.to_bytes() == WHOLE["rank"]
     rank.live.row_bytes_SG[:] = 1 << 33
     _, arrays = decode("rank", rank.to_bytes(), "it")
     assert arrays["row_bytes"].dtype == np.int64
     assert (read_rank(rank.to_bytes()).live.row_bytes_SG == 1 << 33).all()
 
 
-BAD_COMMITS: dict[str, dict[str, Any]] = {
-    "no ranks": {"ranks": []},
-    "a rank of no digest": {"ranks": [["ranks/0.1", 3, "x"]]},
-    "half a rank": {"ranks": [["ranks/0.1", 3]]},
-    "half an abandoned range": {"abandoned": [[1]]},
-    "half a cursor": {"cursor": [1]},
-    "settings that are none": {"settings": 3},
-    "no retention": {"retention": 0},
-    "a kept commit that is newer": {"kept": [[9, "commits/9", 3, "0" * 64]]},
-    "a kept commit twice": {"kept": [[0, "commits/0", 3, "0" * 64]] * 2},
-    "half a kept commit": {"kept": [[1, "commits/1"]]},
-    "a pin of a commit that is not kept": {"pins": {"best": 0}},
-    "pins that are not names": {"pins": [["best", 2]]},
-    "a parent that is none": {"parent": "x"},
-    "tables that are none": {"tables": []},
-    "an id that is none": {"id": -1},
+BAD_COMMITS = {
+    "no ranks": having(ranks=[]),
+    "a rank of no digest": having(ranks=[["ranks/0.1", 3, "x"]]),
+    "half a rank": having(ranks=[["ranks/0.1", 3]]),
+    "half an abandoned range": having(abandoned=[[1]]),
+    "half a cursor": having(cursor=[1]),
+    "settings that are none": having(settings=3),
+    "no retention": having(retention=0),
+    "a kept commit that is newer": having(kept=[[9, "commits/9", 3, "0" * 64]]),
+    "a kept commit twice": having(kept=[[0, "commits/0", 3, "0" * 64]] * 2),
+    "half a kept commit": having(kept=[[1, "commits/1"]]),
+    "a pin of a commit that is not kept": having(pins={"best": 0}),
+    "pins that are not names": having(pins=[["best", 2]]),
+    "a parent that is none": having(parent="x"),
+    "tables that are none": having(tables=[]),
+    "an id that is none": having(id=-1),
 }
 
 
-@pytest.mark.parametrize("what", BAD_COMMITS)
-def test_a_commit_that_says_what_cannot_be_is_refused(what: str) -> None:
-    """The valid values of each field are known."""
-    values, arrays = decode("commit", COMMIT, "it")
-    assert CommitRecord.from_bytes(encode("commit", values, arrays), "it").id == 2
-    with pytest.raises(CorruptStoreError, match=r"^it cannot be read .*: restore the store"):
-        CommitRecord.from_bytes(encode("commit", {**values, **BAD_COMMITS[what]}, arrays), "it")
-
-
 BAD_DESCRIPTIONS: dict[str, Change] = {
-    "another segment": lambda values, _: values.update(id=7),
-    "no layouts": lambda values, _: values.update(layouts=None),
+    "another segment": having(id=7),
+    "no layouts": having(layouts=None),
     "a layout less": lambda values, _: values["layouts"].pop(),
-    "no maps": lambda values, _: values.update(maps=[]),
+    "no maps": having(maps=[]),
     "bits of a map that is not there": lambda values, _: values["maps"].__setitem__(0, [60, 60, 1]),
     "rows of no bytes": lambda values, _: values["layouts"][0].update(row_bytes=0),
     "an array of objects": lambda values, _: values["arrays"][0].__setitem__(1, "|O"),
@@ -234,12 +229,17 @@ def read_description(data: bytes) -> tuple[GroupMeta, ...]:
     return meta_from_bytes(data, 2, "it", arrays_of)
 
 
-@pytest.mark.parametrize("what", BAD_DESCRIPTIONS)
-def test_a_description_of_a_segment_that_cannot_be_is_refused(what: str) -> None:
-    """Exactly one checksum for each page and block; checked before an array is read."""
-    values, arrays = decode("segment", DESCRIPTION, "it")
-    arrays = {name: array.copy() for name, array in arrays.items()}
-    assert len(read_description(encode("segment", values, arrays))) == len(GROUPS)
-    BAD_DESCRIPTIONS[what](values, arrays)
+KINDS: dict[str, tuple[Callable[[bytes], object], dict[str, Change]]] = {
+    "rank": (read_rank, BAD_RANKS),
+    "commit": (lambda data: CommitRecord.from_bytes(data, "it"), BAD_COMMITS),
+    "segment": (read_description, BAD_DESCRIPTIONS),
+}
+
+
+@pytest.mark.parametrize(("kind", "what"), [(kind, what) for kind, (_, bad) in KINDS.items() for what in bad])
+def test_a_record_that_says_what_cannot_be_is_refused(kind: str, what: str) -> None:
+    """When a store is opened, before anything that it describes is read."""
+    read, bad = KINDS[kind]
+    read(WHOLE[kind])
     with pytest.raises(CorruptStoreError, match=r"^it cannot be read .*: restore the store"):
-        read_description(encode("segment", values, arrays))
+        read(changed(kind, bad[what]))

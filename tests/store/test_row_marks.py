@@ -39,7 +39,6 @@ def test_marks_are_read_back(
 
 
 def test_marks_take_a_quarter_of_a_byte_a_row_and_room_only_where_rows_are_marked(tmp_path: Path) -> None:
-    """The file of 40 million rows has 10 MB, and one window of it is written."""
     with RowMarks(40_000_000, tmp_path, "a test") as marks:
         marks.set(mark_codes(np.array([39_999_999]), USED))
         marks.flush()

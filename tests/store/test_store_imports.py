@@ -24,7 +24,6 @@ BELOW_ENGINES = {
 
 
 def imported(path: Path) -> set[str]:
-    """Return the store modules that a module imports, including within functions and for types."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -44,7 +43,6 @@ def test_no_module_imports_what_imports_it() -> None:
 
 
 def test_engines_know_files_and_layouts_and_nothing_of_commits() -> None:
-    """They are the lowest layer of the store."""
     below = {f"tiercache.store.{name}" for name in BELOW_ENGINES}
     for name, path in MODULES.items():
         if ".engines." in name:
@@ -55,5 +53,4 @@ def test_engines_know_files_and_layouts_and_nothing_of_commits() -> None:
 
 @pytest.mark.parametrize("module", ["store", "rank_writer", "rank_folder", "bulk_load", "engines.lmdb_engine"])
 def test_every_module_can_be_imported_first(module: str) -> None:
-    """In a separate process."""
     subprocess.run([sys.executable, "-c", f"import tiercache.store.{module}"], check=True)

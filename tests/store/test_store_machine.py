@@ -20,12 +20,11 @@ def run(machine: type[StoreMachine], examples: int, steps: int = 15, **options: 
     run_state_machine_as_test(machine, settings=settings(**options))
 
 
-LONG = [pytest.param(engine, 100, 40, marks=pytest.mark.long) for engine in CONTRACTS]
+LONG = [pytest.param(engine, *size, marks=pytest.mark.long) for engine in CONTRACTS for size in [(100, 40), (2, 300)]]
 
 
 @pytest.mark.parametrize(("engine", "examples", "steps"), [("memory", 30, 15), ("lmdb", 8, 15), ("zarr", 5, 15), *LONG])
 def test_a_store_is_its_last_commit_and_what_was_appended_since(engine: str, examples: int, steps: int) -> None:
-    """Through any order of writes, commits, crashes, failures, rewrites and rollbacks, rows equal those in a dict."""
     run(StoreMachine.on(CONTRACTS[engine]), examples, steps)
 
 
@@ -35,7 +34,6 @@ class Forgetful(MemoryEngine):
     before: tuple[Head | None, dict[str, BlobBytes]] = (None, {})
 
     def publish(self, head: Head, before: Head | None) -> None:
-        """Publish, and remember the previous state."""
         if self.head is not None:
             self.before = self.head, dict(self.blobs)
         super().publish(head, before)
@@ -45,7 +43,6 @@ class Eager(MemoryEngine):
     """Drops a blob that is still needed once it has many."""
 
     def publish(self, head: Head, before: Head | None) -> None:
-        """Publish, and drop the first rows too."""
         super().publish(head, before)
         rows = sorted(name for name in self.blobs if name.endswith("/rows"))
         if len(rows) > 6:
@@ -53,8 +50,6 @@ class Eager(MemoryEngine):
 
 
 def broken(engine: type[MemoryEngine]) -> type[StoreMachine]:
-    """Return the machine on a defective engine."""
-
     class Broken(StoreMachine):
         @classmethod
         def make(cls, path: Path) -> Engine:
@@ -72,7 +67,6 @@ def broken(engine: type[MemoryEngine]) -> type[StoreMachine]:
 
 @pytest.mark.parametrize("engine", [Forgetful, Eager])
 def test_the_machine_finds_an_engine_that_is_wrong(engine: type[MemoryEngine]) -> None:
-    """A commit that a crash loses, a blob that is dropped too early."""
     generate = {"phases": [Phase.generate], "derandomize": True, "report_multiple_bugs": False}
     with pytest.raises((AssertionError, StoreError)):
         run(broken(engine), 200, **generate, database=None, suppress_health_check=[*HealthCheck])

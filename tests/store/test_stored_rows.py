@@ -10,92 +10,87 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiercache as tc
-from tests.store.conftest import Home, narrow_tables
-from tests.store.test_independent_reader import compressed_tables
+from tests.store.conftest import Home
+from tests.store.test_independent_reader import KINDS, compressed_tables
+from tests.store.test_retained_segments import check
+from tests.store.test_rewrite import rows_of
+from tests.store.test_scan import check as check_scans
 from tests.store.world import World
-from tiercache.store import (
-    SGD,
-    Adagrad,
-    Constant,
-    MemoryEngine,
-    Range,
-    Store,
-    Table,
-    TableMismatchError,
-    ZarrEngine,
-    Zeros,
-    group_tables,
-    info,
-    verify,
-)
+from tiercache.errors import ImportExportError
+from tiercache.store import SGD, Adagrad, Constant, MemoryEngine, Range, Store, Table, Zeros, group_tables, info, verify
 from tiercache.store.bits import from_bits, nearest, to_bits
 from tiercache.store.bulk_load import load_rows
 from tiercache.store.engines.zarr_layout import cut
 from tiercache.store.inspect import differences
-from tiercache.store.row_codec import initial_rows, row_words
+from tiercache.store.row_codec import initial_rows
 from tiercache.store.segment import base_layout
+from tiercache.store.store_errors import TableMismatchError
 
 DTYPES = ("bfloat16", "float16")
 
 
-def test_passes_loads_other_schedules_and_compacting_keep_every_bit(home: Home) -> None:
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("engine", "kind"),
+    [(engine, "16 bits") for engine in ("memory", "lmdb", "zarr")]
+    + [("zarr", kind) for kind in ("zstd", "blosc", "16 bits, zstd")],
+)
+def test_passes_other_schedules_reopening_and_compacting_keep_every_bit(engine: str, kind: str, tmp_path: Path) -> None:
     """The same walk as for float32 tables, with the definition's rows as the oracle."""
-    tables = narrow_tables()
-    world = World(tables, page_rows=3, block_rows=11)
-    with home.open(tables) as store:
-        world.run(store, 4)
-        world.check(store, after=world.pass_index - 1)
-        world.check_load(store, world.pass_index)
-        world.follow(store, world.draw(1))
-        world.check_load(store, 0)
-        world.run(store, 2)
-        world.check(store, after=world.pass_index - 1)
-        world.compact(store)
-        world.check(store, after=-1)
-        for table in tables:
-            found = {}
-            for keys, fields in store.scan(table.name, chunk_rows=5):
-                rows = row_words(table.fields, fields)
-                found |= {key: rows[i].tobytes() for i, key in enumerate(keys.tolist())}
-            assert found == {key: row for (name, key), row in world.rows.items() if name == table.name}
-            keys = np.array(sorted(found), np.int64)
-            looked_up = store.lookup(table.name, keys)
-            assert all(values.dtype == np.float32 for values in looked_up.values())
-            rows = row_words(table.fields, list(looked_up.values()))
-            assert [row.tobytes() for row in rows] == [found[key] for key in keys.tolist()]
+    home, world = Home(engine, tmp_path), World(KINDS[kind], page_rows=3, block_rows=11)
+    store = home.open(list(world.tables))
+    world.run(store, 4)
+    check(store, world)
+    world.follow(store, world.draw(1))
+    check(store, world)
+    world.run(store, 2)
+    world.train(part=1)
+    world.append(store, within=True)
+    world.publish(store, sample=7)
+    store = home.open()
+    world.check_within(store)
+    assert rows_of(store) == world.rows
+    world.train(part=2)
+    world.append(store)
+    world.pass_index += 1
+    world.publish(store)
+    check(store, world)
+    world.compact(store)
+    assert rows_of(store) == world.rows
+    check_scans(store, world, chunk_rows=5)
+    store.close()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_from_outside_are_rounded_to_the_nearest(home: Home, dtype: str) -> None:
-    """Representable values are unchanged bit for bit; the optimizer state is float32."""
+    """The optimizer state is float32."""
     table = Table(name="t", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Constant(value=0.1), dtype=dtype)
     rng = np.random.default_rng(3)
     keys = np.arange(50, dtype=np.int64)
-    fields = tuple(rng.standard_normal((50, 3)).astype(np.float32) for _ in range(2))
-    with home.open([table]) as store:
-        load_rows(store, [("t", (keys, fields))])
-        found = store.lookup("t", np.append(keys, 99), missing="initial")
-        assert np.array_equal(found["vector"][:50], nearest(fields[0], dtype))
-        assert not np.array_equal(found["vector"][:50], fields[0])
-        assert np.array_equal(found["sum"][:50], fields[1])
-        assert np.array_equal(found["vector"][50:], initial_rows(table, np.array([99]))[0])
-        assert [(one.same, one.different) for one in differences(store, store)] == [(50, 0)]
-        ((changed, values),) = store.changes("t", since=-1)
-        assert np.array_equal(values["vector"], found["vector"][np.argsort(keys)[changed]])
+    vectors, sums = (rng.standard_normal((50, 3)).astype(np.float32) for _ in range(2))
+    store = home.open([table])
+    load_rows(store, [("t", (keys, (vectors, sums)))])
+    found = store.lookup("t", np.append(keys, 99), missing="initial")
+    assert all(values.dtype == np.float32 for values in found.values())
+    assert np.array_equal(found["vector"][:50], nearest(vectors, dtype))
+    assert not np.array_equal(found["vector"][:50], vectors)
+    assert np.array_equal(found["sum"][:50], sums)
+    assert np.array_equal(found["vector"][50:], initial_rows(table, np.array([99]))[0])
+    assert [(one.same, one.different) for one in differences(store, store)] == [(50, 0)]
+    ((changed, values),) = store.changes("t", since=-1)
+    assert np.array_equal(values["vector"], found["vector"][np.argsort(keys)[changed]])
 
 
 def test_chunks_are_bounded_as_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their bytes in float32, for scans and for changes, with about that size."""
+    """By their bytes in float32."""
     table = Table(name="t", dim=64, optimizer=SGD(learning_rate=0.1), initializer=Zeros(), dtype="bfloat16")
     most = 1 << 14
     monkeypatch.setattr("tiercache.store.scan.SCAN_CHUNK_BYTES", most)
     monkeypatch.setattr("tiercache.store.reads._CHANGES_BYTES", most)
     with Store.open(None, tables=[table], engine=MemoryEngine()) as store:
         load_rows(store, [("t", (np.arange(500, dtype=np.int64), (np.ones((500, 64), np.float32),)))])
-        scans = [keys.nbytes + sum(field.nbytes for field in fields) for keys, fields in store.scan("t")]
-        changes = [
-            keys.nbytes + sum(f.nbytes for f in fields.values()) for keys, fields in store.changes("t", since=-1)
-        ]
+        scans = [keys.nbytes + vectors.nbytes for keys, (vectors,) in store.scan("t")]
+        changes = [keys.nbytes + fields["vector"].nbytes for keys, fields in store.changes("t", since=-1)]
     assert 0.9 * most < max(scans) <= most
     assert 0.9 * most < max(changes) <= most
 
@@ -131,9 +126,80 @@ def test_every_bit_pattern_survives_float32(dtype: str) -> None:
     assert np.isnan(from_bits(to_bits(numbers[nan], dtype), dtype)).all()
 
 
+# -- finite numbers that a dtype lacks are refused in imports --------------------------------------------------
+
+INF, NAN = float("inf"), float("nan")
+BF16_MOST = float(from_bits(np.array([0x7F7F], np.uint16), "bfloat16")[0])
+
+
+def imported(path: Path, dtype: str, rows: list[list[float]]) -> np.ndarray:
+    """Import rows as keys 10, 11, ... and return the stored rows."""
+    keys = np.arange(len(rows)) + 10
+    pair = keys, np.array(rows, np.float32)
+    tc.import_store(
+        {"t": pair},
+        path,
+        tables=(Table(name="t", dim=2, dtype=dtype, optimizer=SGD(learning_rate=1.0)),),
+        initial_state=True,
+        steps=0,
+    )
+    with Store.open(path, mode="r") as store:
+        return store.lookup("t", keys)["vector"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number", "shown"),
+    [
+        ("float16", 1e6, r"1e\+06"),
+        ("float16", -65520.0, "-65520"),
+        ("float16", 65520.0, "65520"),
+        ("float16", 3e38, r"3e\+38"),
+        ("bfloat16", 3.4e38, r"3\.4e\+38"),
+        ("bfloat16", -3.4e38, r"-3\.4e\+38"),
+    ],
+)
+def test_a_number_beyond_the_dtype_is_refused_by_key(tmp_path: Path, dtype: str, number: float, shown: str) -> None:
+    """Infinities and NaN next to it are accepted."""
+    rows = [[1.0, INF], [NAN, number], [2.0, 3.0]]
+    expected = rf'vector of table \'t\' has {shown} for key 11, which is infinite in {dtype}: clip .* dtype = "float32"'
+    with pytest.raises(ImportExportError, match=expected):
+        imported(tmp_path / "m", dtype, rows)
+    with Store.open(tmp_path / "m") as store:
+        assert store.commit is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number", "stored"),
+    [
+        ("float16", 65504.0, 65504.0),
+        ("float16", 65519.0, 65504.0),
+        ("float16", -65519.996, -65504.0),
+        ("float16", INF, INF),
+        ("float16", -INF, -INF),
+        ("float16", NAN, NAN),
+        ("bfloat16", BF16_MOST, BF16_MOST),
+        ("bfloat16", 1e6, 999424.0),
+        ("bfloat16", INF, INF),
+        ("bfloat16", NAN, NAN),
+        ("float32", 3.4e38, np.float32(3.4e38)),
+    ],
+)
+def test_numbers_within_the_dtype_are_rounded(tmp_path: Path, dtype: str, number: float, stored: float) -> None:
+    np.testing.assert_array_equal(imported(tmp_path / "m", dtype, [[number, 1.0]]), [[stored, 1.0]])
+
+
+def test_a_refused_import_leaves_the_rows_of_a_store(tmp_path: Path) -> None:
+    """An overlay is one commit or none."""
+    imported(tmp_path / "m", "float16", [[1.0, 2.0]])
+    with Store.open(tmp_path / "m") as store:
+        with pytest.raises(ImportExportError, match="which is infinite in float16"):
+            tc.import_store({"t": np.full((20, 2), 7e4, np.float32)}, store, initial_state=True)
+        assert store.lookup("t", np.array([10]))["vector"].tolist() == [[1.0, 2.0]]
+
+
 # -- tables that are compressed ------------------------------------------------------------------------------
 
-KINDS = ("zstd", "blosc")
+COMPRESSIONS = ("zstd", "blosc")
 
 
 def plain(**changes: object) -> Table:
@@ -142,38 +208,11 @@ def plain(**changes: object) -> Table:
     return dataclasses.replace(table, **changes)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_compressed_store_holds_the_rows_that_any_store_holds(tmp_path: Path, kind: str) -> None:
-    """Through passes, a commit inside one, a reopen, a rollback and a compaction: loads, lookups, scans and changes."""
+@pytest.mark.parametrize("kind", COMPRESSIONS)
+def test_an_exported_store_keeps_its_compression(tmp_path: Path, kind: str) -> None:
     chosen = compressed_tables(kind)
-    world = World(chosen, num_passes=4, keys_per_pass=60)
-    with Store.open(tmp_path / "s", tables=chosen, retention=2) as store:
-        assert isinstance(store._opened.engine, ZarrEngine)
-        for _ in range(6):
-            world.check_load(store, world.pass_index)
-            world.run(store, 1)
-        world.train(part=1)
-        world.append(store, within=True)
-        world.publish(store, sample=7)
-        world.check_within(store)
-    with Store.open(tmp_path / "s", mode="r") as store:
-        world.check(store, after=world.pass_index - 1)
-        for table in chosen:
-            keys = np.array([key for name, key in world.rows if name == table.name])
-            found = store.lookup(table.name, keys)
-            scanned = {int(k): i for keys, _ in store.scan(table.name) for i, k in enumerate(keys)}
-            changed = {int(k) for keys, _ in store.changes(table.name, since=-1) for k in keys}
-            assert set(scanned) == changed == set(keys.tolist())
-            for i, key in enumerate(keys.tolist()):
-                assert b"".join(f[i].tobytes() for f in found.values()) == world.rows[table.name, key]
-    assert verify(tmp_path / "s")["problems"] == []
-    with Store.open(tmp_path / "s") as store:
-        store.rollback(store.commits[0].id)
-        before = {t.name: [(k.tobytes(), *(f.tobytes() for f in fs)) for k, fs in store.scan(t.name)] for t in chosen}
-        store.compact()
-        after = {t.name: [(k.tobytes(), *(f.tobytes() for f in fs)) for k, fs in store.scan(t.name)] for t in chosen}
-        assert after == before
+    with Store.open(tmp_path / "s", tables=chosen) as store:
+        World(chosen).run(store, 1)
         tc.export_store(store, tmp_path / "out", format="numpy")
     assert verify(tmp_path / "s")["problems"] == []
     assert [t["compression"] for t in info(tmp_path / "s")["tables"] if "compression" in t] == [kind] * 4
@@ -182,7 +221,7 @@ def test_a_compressed_store_holds_the_rows_that_any_store_holds(tmp_path: Path, 
         assert {t.name: t.compression for t in copy.tables} == {t.name: t.compression for t in chosen}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COMPRESSIONS)
 def test_blocks_of_compressed_rows_are_cut_evenly(kind: str) -> None:
     """Into inner chunks of 16 KiB, or of a larger row; plain blocks are unchanged."""
     for dim in (1, 3, 65, 500, 40_000):
@@ -197,7 +236,6 @@ def test_blocks_of_compressed_rows_are_cut_evenly(kind: str) -> None:
 
 
 def test_tables_of_different_compression_share_no_layout() -> None:
-    """Without compression, records and groups are unchanged."""
     one, two = plain(), plain(name="u")
     assert len(group_tables([one, two])) == 1
     assert len(group_tables([one, dataclasses.replace(two, compression="zstd")])) == 2
@@ -210,38 +248,44 @@ def test_tables_of_different_compression_share_no_layout() -> None:
 
 
 def test_an_engine_that_cannot_compress_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    """The message names the engine that can; by default that engine is used."""
-    table = plain(compression="zstd")
-    with pytest.raises(
-        ValueError, match=r"table 't' has compression .*'zstd', but engine 'lmdb' has none: use engine='zarr'"
-    ):
-        Store.open(tmp_path / "s", tables=[table], engine="lmdb")
-    assert not (tmp_path / "s").exists()
-    Store.open(tmp_path / "s", tables=[table]).close()
-    assert json.loads((tmp_path / "s" / "store.json").read_text())["engine"] == "zarr"
+    """By default the engine that can is used."""
+    table, path = plain(compression="zstd"), tmp_path / "s"
+    words = r"table 't' has compression .*'zstd', but engine 'lmdb' has none: use engine='zarr'"
+    with pytest.raises(ValueError, match=words):
+        Store.open(path, tables=[table], engine="lmdb")
+    assert not path.exists()
+    Store.open(path, tables=[table]).close()
+    assert json.loads((path / "store.json").read_text())["engine"] == "zarr"
     Store.open(None, tables=[table], engine=MemoryEngine()).close()
 
 
-def test_a_store_keeps_its_compression(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", ["zstd", None])
+def test_a_store_keeps_its_compression(tmp_path: Path, made: str | None) -> None:
     """Tables without a setting open it; tables with another one are refused."""
-    Store.open(tmp_path / "s", tables=[plain(compression="zstd")]).close()
+    Store.open(tmp_path / "s", tables=[plain(compression=made)], engine="zarr").close()
     with Store.open(tmp_path / "s", tables=[plain()]) as store:
-        assert store.tables[0].compression == "zstd"
-    with pytest.raises(TableMismatchError, match="has compression 'zstd', but 'blosc' was given"):
+        assert store.tables[0].compression == made
+    with pytest.raises(TableMismatchError, match=f"has compression {made!r}, but 'blosc' was given"):
         Store.open(tmp_path / "s", tables=[plain(compression="blosc")])
-    Store.open(tmp_path / "p", tables=[plain()], engine="zarr").close()
-    with pytest.raises(TableMismatchError, match="has compression None, but 'blosc' was given"):
-        Store.open(tmp_path / "p", tables=[plain(compression="blosc")])
 
 
 def test_a_schema_may_ask_for_compression(tmp_path: Path) -> None:
     """For all tables or for one; "none" excludes one."""
-    (tmp_path / "s.toml").write_text(
-        '[defaults]\ndim = 2\noptimizer = { name = "sgd", learning_rate = 0.1 }\ninitializer = "zeros"\n'
-        'compression = "zstd"\n'
-        '[tables.a]\n[tables.b]\ncompression = "none"\n[tables.c]\ncompression = "blosc"\n'
-        "[features.a]\n[features.b]\n[features.c]\n"
-    )
+    (tmp_path / "s.toml").write_text("""
+        [defaults]
+        dim = 2
+        optimizer = { name = "sgd", learning_rate = 0.1 }
+        initializer = "zeros"
+        compression = "zstd"
+        [tables]
+        a = {}
+        b = { compression = "none" }
+        c = { compression = "blosc" }
+        [features]
+        a = {}
+        b = {}
+        c = {}
+    """)
     schema = tc.Schema.load(tmp_path / "s.toml")
     assert {t.name: t.compression for t in schema.tables} == {"a": "zstd", "b": None, "c": "blosc"}
     assert tc.Schema.from_record(schema.to_record()).tables[0].compression == "zstd"

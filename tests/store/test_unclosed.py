@@ -21,7 +21,6 @@ KINDS = pytest.mark.parametrize("kind", ["lmdb", "zarr"])
 
 
 def held() -> int:
-    """Return the number of open files of this process."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
@@ -38,7 +37,6 @@ def trained(path: Path, kind: str) -> Store:
 @pytest.mark.sampled(1)
 @KINDS
 def test_a_store_that_is_garbage_lets_others_write(tmp_path: Path, kind: str) -> None:
-    """The warning names it; appended but uncommitted data is lost, as with close."""
     before = held()
     store = trained(tmp_path / "s", kind)
     dump(store, 2, {90: 10})
@@ -54,7 +52,7 @@ def test_a_store_that_is_garbage_lets_others_write(tmp_path: Path, kind: str) ->
 @KINDS
 @pytest.mark.parametrize("in_a_cycle", [False, True])
 def test_readers_that_are_garbage_hold_nothing(tmp_path: Path, kind: str, *, in_a_cycle: bool) -> None:
-    """For any number of them: no file, no lease, and so no space."""
+    """No file, no lease, and so no space."""
     trained(tmp_path / "s", kind).close()
     before = held()
     with pytest.warns(ResourceWarning, match="was never closed"):  # noqa: PT031
@@ -71,7 +69,7 @@ def test_readers_that_are_garbage_hold_nothing(tmp_path: Path, kind: str, *, in_
 
 @KINDS
 def test_a_store_at_a_commit_needs_no_close_of_its_own(tmp_path: Path, kind: str) -> None:
-    """It keeps its store open, and is silently collected; then its data is freed."""
+    """It keeps its store open, and is collected silently."""
     store = trained(tmp_path / "s", kind)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -89,7 +87,6 @@ def test_a_store_at_a_commit_needs_no_close_of_its_own(tmp_path: Path, kind: str
 
 
 def test_a_store_that_did_not_open_warns_of_nothing(tmp_path: Path) -> None:
-    """Whatever failed, it holds no resources."""
     trained(tmp_path / "s", "lmdb").close()
     before = held()
     with warnings.catch_warnings():
@@ -106,7 +103,6 @@ def test_a_store_that_did_not_open_warns_of_nothing(tmp_path: Path) -> None:
 
 
 def test_locks_and_leases_by_themselves_go_with_what_holds_them(tmp_path: Path) -> None:
-    """They need not be closed."""
     before = held()
     WriterLock(tmp_path)
     WriterLock(tmp_path).release()
@@ -115,48 +111,22 @@ def test_locks_and_leases_by_themselves_go_with_what_holds_them(tmp_path: Path) 
     assert held() == before
 
 
-def test_a_forked_child_closes_nothing_of_its_parent(tmp_path: Path) -> None:
-    """Its copy is collected silently."""
-    store = trained(tmp_path / "s", "lmdb")
-    pid = os.fork()
-    if pid == 0:  # pragma: no cover - in the child
-        warnings.simplefilter("error")
-        status = 1
-        try:
-            store.close()
-            del store
-            gc.collect()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(pid, 0)[1] == 0
-    dump(store, 2, {90: 10})
-    publish(store, 3)
-    store.close()
-    assert verify(tmp_path / "s")["problems"] == []
-
-
 # -- closed by one of its callbacks ---------------------------------------------------------------------------
 
 
-def _rows(store: Store, close: Callable[[], None]) -> Iterator[Any]:
+ROWS: Any = ("big", (np.arange(5), (np.ones((5, 256), np.float32), np.zeros((5, 256), np.float32))))
+LAYOUT = SegmentLayout.of(
+    row_bytes=BIG.row_bytes, page_rows=8, block_bytes=1 << 17, ranges=(Range(next_use=NEVER, table_rows=(3,)),)
+)
+
+
+def closing(close: Callable[[], None], *items: Any) -> Iterator[Any]:
+    """Close the store when the first item is asked for."""
     close()
-    yield "big", (np.arange(5), (np.ones((5, 256), np.float32), np.zeros((5, 256), np.float32)))
+    yield from items
 
 
-def _blocks(store: Store, close: Callable[[], None]) -> Iterator[Any]:
-    close()
-    yield from ()
-
-
-def _append(store: Store, close: Callable[[], None]) -> None:
-    layout = SegmentLayout.of(
-        row_bytes=BIG.row_bytes, page_rows=8, block_bytes=1 << 17, ranges=(Range(next_use=NEVER, table_rows=(3,)),)
-    )
-    store.append(2, [layout], _blocks(store, close))
-
-
-class _Uses:
+class Uses:
     """Uses of a schedule that close the store when read."""
 
     def __init__(self, close: Callable[[], None]) -> None:
@@ -166,18 +136,16 @@ class _Uses:
         return {}
 
     def slices(self, _table: str) -> Iterator[Any]:
-        """Close, and yield nothing."""
-        self._close()
-        yield from ()
+        return closing(self._close)
 
 
 CALLS: dict[str, Callable[[Store, Callable[[], None]], object]] = {
     "compact": lambda store, close: store.compact(progress=lambda *_: close()),
-    "rewrite": lambda store, close: store.rewrite(_Uses(close), schedule_digest=""),
+    "rewrite": lambda store, close: store.rewrite(Uses(close), schedule_digest=""),
     "rewrite with progress": lambda store, close: store.rewrite(
-        _Uses(lambda: None), schedule_digest="", retain_segments=False, progress=lambda *_: close()
+        Uses(lambda: None), schedule_digest="", retain_segments=False, progress=lambda *_: close()
     ),
-    "append": _append,
+    "append": lambda store, close: store.append(2, [LAYOUT], closing(close)),
 }
 
 
@@ -200,10 +168,8 @@ def test_a_store_is_not_closed_from_within(tmp_path: Path, kind: str, call: str)
 
 READS: dict[str, Callable[[Store, Callable[[], None]], object]] = {
     "lookup": lambda store, close: store.lookup("big", np.arange(3), progress=lambda *_: close()),
-    "load_rows": lambda store, close: load_rows(store, _rows(store, close)),
-    "load_rows with progress": lambda store, close: load_rows(
-        store, _rows(store, lambda: None), progress=lambda *_: close()
-    ),
+    "load_rows": lambda store, close: load_rows(store, closing(close, ROWS)),
+    "load_rows with progress": lambda store, close: load_rows(store, [ROWS], progress=lambda *_: close()),
 }
 
 
@@ -223,15 +189,10 @@ def test_what_only_reads_ends_with_an_error_where_it_is_closed(tmp_path: Path, k
 
 @KINDS
 def test_another_thread_may_close_and_waits(tmp_path: Path, kind: str) -> None:
-    """The step ends first."""
     store, begun = trained(tmp_path / "s", kind), threading.Event()
-
-    def told(*_: object) -> None:
-        begun.set()
-
     closer = threading.Thread(target=lambda: (begun.wait(), store.close()))
     closer.start()
-    store.compact(progress=told)
+    store.compact(progress=lambda *_: begun.set())
     closer.join()
     assert store.closed
     with Store.open(tmp_path / "s", mode="r") as reader:

@@ -1,9 +1,8 @@
 """Every kept commit is verified, each block once, in bounded memory; damage is reported for the commits it affects."""
 
-import contextlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -34,18 +33,12 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "s.tc"
 
 
-@contextlib.contextmanager
-def opened(path: Path, commit: int | None = None) -> Iterator[Store]:
-    with Store.open(path, mode="r", commit=commit) as store:
-        yield store
-
-
 def touched(path: Path) -> list[int]:
     """Return the commits that are damaged when each is opened and read alone."""
     found = []
     for id_ in KEPT:
         try:
-            with opened(path, id_) as store:
+            with Store.open(path, mode="r", commit=id_) as store:
                 if Verification(store).run()["problems"]:
                     found.append(id_)
         except CorruptStoreError:
@@ -61,25 +54,20 @@ def said(problem: str) -> list[int]:
 
 
 def test_an_interruption_ends_the_reading_process(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """At once and without a word: Ctrl-C in a terminal reaches the process that asked alone."""
-
-    def interrupted(_done: int, _total: int) -> None:
-        raise KeyboardInterrupt
-
+    """Without a word: Ctrl-C in a terminal reaches the process that asked alone."""
     with pytest.raises(KeyboardInterrupt):
-        verify(path, progress=interrupted)
+        verify(path, progress=Mock(side_effect=KeyboardInterrupt))
     assert capfd.readouterr().err == ""
-    reading = [one for one in psutil.Process().children() if "tiercache.store.verification" in one.cmdline()]
-    assert reading == []
+    assert not [one for one in psutil.Process().children() if "tiercache.store.verification" in one.cmdline()]
     assert verify(path)["problems"] == []
 
 
 def test_every_block_of_every_commit_is_read_once(path: Path) -> None:
-    """Every block of rows once, whichever commits need it; progress ends at all bytes."""
+    """Whichever commits need it; progress ends at all bytes."""
     seen: list[tuple[int, int]] = []
     found = verify(path, progress=lambda done, total: seen.append((done, total)))
     assert (found["problems"], found["commit"], found["commits"]) == ([], 5, KEPT)
-    with opened(path) as store:
+    with Store.open(path, mode="r") as store:
         assert found["blocks"] == sum(name.endswith("/rows") for name, _ in held_blocks(store))
     assert found["rows"] == info(path)["rows"] < found["stored_rows"]
     assert seen[-1] == (found["bytes"], found["bytes"])
@@ -90,9 +78,7 @@ def test_every_block_of_every_commit_is_read_once(path: Path) -> None:
 
 @pytest.mark.sampled(1)
 def test_damage_is_said_of_the_commits_that_it_touches(path: Path) -> None:
-    """In rows, keys, state and segment metadata: as reading each commit alone finds it; blobs that only older
-    commits need count.
-    """
+    """As reading each commit alone finds it; blobs that only older commits need count."""
     hit: set[tuple[int, ...]] = set()
     blobs = {name: found for name, found in places(path).items() if not name.startswith(("commits/", "ranks/"))}
     for number, (file, at, size) in enumerate(place for found in blobs.values() for place in found):
@@ -110,39 +96,33 @@ def test_damage_is_said_of_the_commits_that_it_touches(path: Path) -> None:
 @pytest.mark.parametrize("passes", range(1, 5))
 def test_commits_that_a_training_gives_up_meanwhile_are_no_damage(path: Path, passes: int) -> None:
     """Before verification leases them, it reads the remaining ones. After that, they stay until it has read them."""
-    world = World(small_tables(), num_passes=4, block_rows=20)
-    world.pass_index = 6
-
-    with opened(path) as before:
-        with Store.open(path) as store:
-            world.run(store, passes)
-            late = Verification(before)
-            leased = Verification(store_at_newest := Store.open(path, mode="r"))
+    world = World(small_tables(), num_passes=4, block_rows=20, pass_index=6)
+    with Store.open(path, mode="r") as before, Store.open(path) as store:
+        world.run(store, passes)
+        with Store.open(path, mode="r") as newest:
+            late, leased = Verification(before), Verification(newest)
             world.run(store, 4)
             assert late.run()["problems"] == leased.run()["problems"] == []
-        assert late.run()["commits"] == [*range(3 + passes, 6)] or [5]
-        assert leased.run()["commits"] == [3 + passes, 4 + passes, 5 + passes]
-        for one in (*late._stores, *leased._stores, store_at_newest):
-            one.close()
+            assert late.run()["commits"] == [*range(3 + passes, 6)] or [5]
+            assert leased.run()["commits"] == [3 + passes, 4 + passes, 5 + passes]
+            for one in (*late._stores, *leased._stores):
+                one.close()
 
 
 def test_the_command_line_names_the_commits_too(path: Path) -> None:
-    """In the message of the part, with exit code 1."""
     with flipped(*byte_of(path, "states/0.3")):
         result = CliRunner().invoke(app, ["verify", str(path)])
     assert result.exit_code == 1
     assert "error: in commit 3, part 0 of the dense state of commit 3 of the store" in result.stderr
 
 
-def test_commits_that_do_not_open_are_named_and_the_others_are_read(path: Path) -> None:
-    """A damaged commit, or rank list, cannot be opened; a flipped bit elsewhere is still found."""
-    for name in ("commits/4", "ranks/0.4"):
-        commit, state = byte_of(path, name), byte_of(path, "states/0.5")
-        with flipped(*commit), flipped(*state):
-            problems = verify(path)["problems"]
-        assert len(problems) == 2
-        assert problems[0].startswith(f"in commit 4, {name} of the store")
-        assert said(problems[1]) == [5]
+@pytest.mark.parametrize("name", ["commits/4", "ranks/0.4"])
+def test_commits_that_do_not_open_are_named_and_the_others_are_read(path: Path, name: str) -> None:
+    commit, state = byte_of(path, name), byte_of(path, "states/0.5")
+    with flipped(*commit), flipped(*state):
+        of_commit, of_state = verify(path)["problems"]
+    assert of_commit.startswith(f"in commit 4, {name} of the store")
+    assert said(of_state) == [5]
 
 
 # -- memory --------------------------------------------------------------------------------------------------
@@ -183,7 +163,6 @@ def test_keys_that_exceed_the_memory_of_verification_are_sorted_in_a_file(tmp_pa
 
 @pytest.mark.sampled(1)
 def test_a_look_at_what_describes_rows_reads_none_of_them(path: Path) -> None:
-    """It finds errors in commits, metadata and key maps, and missing blobs, but not a flipped bit of a row."""
     assert verify(path, deep=False)["problems"] == []
     newest = max(int(name.split("/")[1][2:]) for name in places(path) if name.startswith("segments/"))
     meta = f"segments/0.{newest}/meta"

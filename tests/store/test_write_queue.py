@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,28 +22,39 @@ LONG = np.ones(16 * MIB, np.uint8)
 """A separate request if the next data in the file is elsewhere."""
 
 
-class Disk:
-    """A slow file in memory; records the peak number of requests in flight, and their threads."""
+def put_long(queue: WriteQueue) -> None:
+    """Put three long requests that lie apart."""
+    for i in range(3):
+        queue.put(LONG.data, 20 * i * MIB)
 
-    def __init__(self, num_bytes: int, seconds: float = 0.0, step: int = 1 << 40) -> None:
-        self.data = np.zeros(num_bytes, np.uint8)
-        self._seconds, self._step = seconds, step
-        self._one = threading.Lock()
-        self._now = self.most = self.written = 0
-        self.threads: set[int] = set()
+
+class Disk:
+    """A slow file in memory; records thread and bytes of each request, and the most requests in flight."""
+
+    def __init__(
+        self, num_bytes: int = 64 * MIB, *, seconds: float = 0.0, step: int = 1 << 40, broken: int | None = None
+    ) -> None:
+        """A write to offset ``broken`` fails; others take ``step`` bytes at a time."""
+        self.data, self._seconds, self._step, self._broken = np.zeros(num_bytes, np.uint8), seconds, step, broken
+        self._one, self._now, self.most = threading.Lock(), 0, 0
+        self.requests: list[tuple[int, int]] = []
+
+    @property
+    def written(self) -> int:
+        return sum(size for _, size in self.requests)
 
     def write(self, views: list[memoryview], offset: int) -> int:
-        """Write a request of ``WriteQueue``."""
+        if offset == self._broken:
+            raise OSError("no")
         with self._one:
             self._now += 1
             self.most = max(self.most, self._now)
-            self.threads.add(threading.get_ident())
         time.sleep(self._seconds)
         joined = np.frombuffer(b"".join(views), np.uint8)[: self._step]
         self.data[offset : offset + joined.size] = joined
         with self._one:
             self._now -= 1
-            self.written += joined.size
+            self.requests.append((threading.get_ident(), joined.size))
         return joined.size
 
 
@@ -72,8 +84,7 @@ def test_what_was_put_or_copied_is_there_after_a_flush(data: st.DataObject) -> N
 
 @pytest.mark.parametrize(("is_read", "most"), [(False, 2), (True, 1)])
 def test_two_long_requests_are_under_way_at_a_time_and_one_where_the_file_is_read(*, is_read: bool, most: int) -> None:
-    """For pages that are apart."""
-    disk, page = Disk(64 * MIB, seconds=0.02), np.ones(2 * MIB, np.uint8)
+    disk, page = Disk(seconds=0.02), np.ones(2 * MIB, np.uint8)
     with closing(WriteQueue(disk.write, lambda: is_read)) as queue:
         for i in range(12):
             queue.put(page.data, 4 * i * MIB)
@@ -84,70 +95,45 @@ def test_two_long_requests_are_under_way_at_a_time_and_one_where_the_file_is_rea
 
 def test_short_runs_that_lie_apart_are_one_request_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each handover takes the interpreter from the training thread: sixteen of a MiB, and the rest."""
-    disk, page, submit = Disk(128 * MIB), np.ones(MIB, np.uint8), ThreadPoolExecutor.submit
-    handed, written = list[int](), list[int]()
+    disk, page, submit, handed = Disk(128 * MIB), np.ones(MIB, np.uint8), ThreadPoolExecutor.submit, list[int]()
 
     def counted(pool: ThreadPoolExecutor, call: Any, request: Any, runs: Any) -> Any:
         handed.append(len(runs))
         return submit(pool, call, request, runs)
 
-    def write(views: list[memoryview], offset: int) -> int:
-        count = disk.write(views, offset)
-        written.append(count // MIB)
-        return count
-
     monkeypatch.setattr(ThreadPoolExecutor, "submit", counted)
-    with closing(WriteQueue(write, bool)) as queue:
+    with closing(WriteQueue(disk.write, bool)) as queue:
         for i in range(40):
             queue.put(page.data, 2 * i * MIB)
         queue.put(page.data, 79 * MIB)  # adjacent to the last
         queue.flush()
     assert handed == [16, 16, 8]
-    assert sorted(written) == [1] * 39 + [2]
+    assert sorted(size // MIB for _, size in disk.requests) == [1] * 39 + [2]
     assert disk.data[: 80 * MIB : MIB].tolist() == [1, 0] * 39 + [1, 1]
 
 
 def test_short_requests_and_a_single_one_are_made_by_the_caller() -> None:
-    """No thread is started for them."""
-    disk, page = Disk(64 * MIB), np.ones(40_960, np.uint8)
+    disk, page, here = Disk(), np.ones(40_960, np.uint8), threading.get_ident()
     with closing(WriteQueue(disk.write, bool)) as queue:
         for i in range(20):
             queue.put(page.data, i * MIB)
         queue.flush()
         queue.put(np.ones(20 * MIB, np.uint8).data, 0)
         queue.flush()
-    assert disk.threads == {threading.get_ident()}
-    made = list[tuple[bool, int]]()
-
-    def write(views: list[memoryview], offset: int) -> int:
-        count = disk.write(views, offset)
-        made.append((threading.get_ident() == here, count))
-        return count
-
-    here = threading.get_ident()
-    with closing(WriteQueue(write, bool)) as queue:
+        assert {thread for thread, _ in disk.requests} == {here}
+        disk.requests.clear()
         queue.put(LONG.data, 0)
         queue.put(page.data, 20 * MIB)
         queue.flush()
-    assert sorted(made) == [(False, LONG.size), (True, page.size)]
+    assert sorted((thread == here, size) for thread, size in disk.requests) == [(False, LONG.size), (True, page.size)]
 
 
 def test_a_request_that_fails_is_raised_and_nothing_is_under_way_when_it_was_given_up() -> None:
-    """Its places can be reused."""
-    disk, page = Disk(128 * MIB, seconds=0.05), np.ones(2 * MIB, np.uint8)
-
-    def write(views: list[memoryview], offset: int) -> int:
-        if offset == 4 * MIB:
-            raise OSError("no")
-        return disk.write(views, offset)
-
-    def put_all(queue: WriteQueue) -> None:
-        for i in range(30):
-            queue.put(page.data, 4 * i * MIB)
-
-    with closing(WriteQueue(write, bool)) as queue:
-        with pytest.raises(OSError, match=r"^no$"):
-            put_all(queue)
+    disk, page = Disk(128 * MIB, seconds=0.05, broken=4 * MIB), np.ones(2 * MIB, np.uint8)
+    with closing(WriteQueue(disk.write, bool)) as queue:
+        with pytest.raises(OSError, match=r"^no$"):  # noqa: PT012 - any of the puts may raise it
+            for i in range(30):
+                queue.put(page.data, 4 * i * MIB)
         queue.discard()
         written = disk.written
         assert written % page.size == 0
@@ -160,11 +146,9 @@ def test_a_request_that_fails_is_raised_and_nothing_is_under_way_when_it_was_giv
 
 
 def test_an_interrupt_while_requests_are_waited_for_leaves_none_under_way() -> None:
-    """Then its places are freed, and can be written again."""
-    disk = Disk(64 * MIB, seconds=0.4)
+    disk = Disk(seconds=0.4)
     with closing(WriteQueue(disk.write, bool)) as queue:
-        for i in range(3):
-            queue.put(LONG.data, 20 * i * MIB)
+        put_long(queue)
         interrupt = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
         interrupt.start()
         with pytest.raises(KeyboardInterrupt):
@@ -179,18 +163,13 @@ def test_an_interrupt_while_requests_are_waited_for_leaves_none_under_way() -> N
 
 def test_where_no_thread_can_be_had_the_caller_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as when the interpreter exits during a dump."""
-
-    def refused(*_: object) -> None:
-        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
-
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
-    disk = Disk(64 * MIB)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", Mock(side_effect=RuntimeError("cannot schedule new futures")))
+    disk = Disk()
     with closing(WriteQueue(disk.write, bool)) as queue:
-        for i in range(3):
-            queue.put(LONG.data, 20 * i * MIB)
+        put_long(queue)
         queue.flush()
     assert disk.written == 3 * LONG.size
-    assert disk.threads == {threading.get_ident()}
+    assert {thread for thread, _ in disk.requests} == {threading.get_ident()}
 
 
 def test_a_request_that_a_thread_has_although_it_was_refused_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +181,7 @@ def test_a_request_that_a_thread_has_although_it_was_refused_is_written_once(mon
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
-    disk, rng = Disk(64 * MIB, seconds=0.01), np.random.default_rng(3)
+    disk, rng = Disk(seconds=0.01), np.random.default_rng(3)
     expected = np.zeros_like(disk.data)
     with closing(WriteQueue(disk.write, bool)) as queue:
         for i in range(8):
@@ -216,10 +195,10 @@ def test_a_request_that_a_thread_has_although_it_was_refused_is_written_once(mon
 
 
 def test_a_request_that_no_thread_has_yet_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example, if an interrupt comes just before it is handed over: no thread waits for it or writes it later."""
+    """Such as when an interrupt comes just before it is handed over: no thread writes it later."""
     held = list[Any]()
     monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda _, *arguments: held.append(arguments))
-    disk = Disk(64 * MIB)
+    disk = Disk()
     with closing(WriteQueue(disk.write, bool)) as queue:
         queue.put(LONG.data, 0)
         queue.put(LONG.data, 20 * MIB)

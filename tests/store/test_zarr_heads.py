@@ -1,6 +1,8 @@
 """Heads of the Zarr engine: durable before they are valid, and invalid if they failed."""
 
+import os
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +21,8 @@ from tests.store.blobs import (
     segment,
     some_bytes,
 )
-from tests.store.test_zarr_engine import DAMAGES, made, spoil
+from tests.store.test_zarr_engine import DAMAGES, made, objects, spoil
 from tiercache.store.engines import zarr_chunks, zarr_engine, zarr_objects
-from tiercache.store.engines.engine import Head, HeadRecord
 from tiercache.store.engines.zarr_engine import ZarrEngine
 from tiercache.store.records import encode
 from tiercache.store.store_errors import CorruptStoreError, StoreError, StoreFullError
@@ -29,9 +30,16 @@ from tiercache.store.store_errors import CorruptStoreError, StoreError, StoreFul
 pytestmark = pytest.mark.disk
 
 
-def commit(engine: ZarrEngine, number: int) -> None:
-    """Put the blob of a commit, without a head."""
-    put(engine, [plain(f"commits/{number}", np.frombuffer(f"commit {number}".encode() * 9, np.uint8))])
+def fail_syncs(monkeypatch: pytest.MonkeyPatch, where: Callable[[str], bool]) -> None:
+    """Make syncs of some paths fail."""
+    sync = zarr_objects.sync
+
+    def failing(path: str, **options: bool) -> None:
+        if where(path):
+            raise OSError(5, "the disk broke")
+        sync(path, **options)
+
+    monkeypatch.setattr(zarr_objects, "sync", failing)
 
 
 def test_a_head_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,20 +52,16 @@ def test_a_head_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: p
         sync(path, **options)
 
     (tmp_path / "heads").mkdir()
-    monkeypatch.setattr(zarr_objects, "sync", watching)
-    kept = publish(engine, 0, segment(layout_of([10]), 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(zarr_objects, "sync", watching)
+        kept = publish(engine, 0, segment(layout_of([10]), 1))
     (draft,) = {name for name, _ in seen if name.startswith("1.") and name.endswith(".partial")}
     files = [path.name for path in (tmp_path / "segments").rglob("*")] + ["zarr.json", "commits", "segments", "0"]
     for name in (*files, tmp_path.name):
         assert seen.index((name, [])) < seen.index((draft, [draft])) < seen.index(("heads", ["1"])), name
     assert all(name != "1" or names == ["1"] for name, names in seen)
 
-    def failing(path: str, **options: bool) -> None:
-        if path.endswith(".partial"):
-            raise OSError(5, "the disk broke")
-        sync(path, **options)
-
-    monkeypatch.setattr(zarr_objects, "sync", failing)
+    fail_syncs(monkeypatch, lambda path: path.endswith(".partial"))
     with pytest.raises(StoreError, match="the disk broke"):
         publish(engine, 1)
     assert [file.name for file in (tmp_path / "heads").iterdir()] == ["1"]
@@ -69,15 +73,12 @@ def test_a_head_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: p
     assert engine.newest() == head_of(1)
     assert [file.name for file in (tmp_path / "heads").iterdir()] == ["3"]
     check(engine, kept)
-    engine.close()
 
 
 def test_a_sync_that_failed_is_never_called_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The publish fails, and so do later ones, and the store opens at its old commit."""
     engine = ZarrEngine(tmp_path, create=True)
     publish(engine, 0)
     put(engine, [plain("states/0.1", some_bytes(10))])
-
     assert_broken_by_a_failed_sync(engine, monkeypatch, zarr_objects, "sync")
     reopened(tmp_path, 0)
 
@@ -88,35 +89,23 @@ def reopened(path: Path, number: int) -> None:
     assert engine.newest() == head_of(number)
     engine.drop([(name, None) for name in engine.list() if name.startswith(("commits", "states"))])
     publish(engine, number + 1)
-    engine.close()
 
 
-@pytest.mark.parametrize("broken", ["sync", "unlink"])
+@pytest.mark.parametrize(("broken", "newest"), [("sync", 0), ("unlink", 1)])
 def test_a_head_that_cannot_be_withdrawn_stops_the_writer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, newest: int
 ) -> None:
-    """It may exist after a power failure or not, so nothing of either commit is dropped, and the error names
-    neither.
-    """
-    engine, sync = ZarrEngine(tmp_path, create=True), zarr_objects.sync
+    """It may exist after a power failure or not, so nothing of either commit is dropped."""
+    engine = ZarrEngine(tmp_path, create=True)
     kept = publish(engine, 0, segment(layout_of([10]), 1))
 
-    def failing(path: str, **options: bool) -> None:
-        if path.endswith("heads") or "heads/" in path:
-            raise OSError(5, "the disk broke")
-        sync(path, **options)
+    def refuse(_: str) -> None:
+        raise OSError(5, "the disk broke")
 
-    def failing_at_name(path: str, **options: bool) -> None:
-        if path.endswith("heads/2"):
-            raise OSError(5, "the disk broke")
-        sync(path, **options)
-
-    monkeypatch.setattr(zarr_objects, "sync", failing if broken == "sync" else failing_at_name)
-    if broken == "unlink":
-
-        def refuse(_: str) -> None:
-            raise OSError(5, "the disk broke")
-
+    if broken == "sync":
+        fail_syncs(monkeypatch, lambda path: path.endswith("heads") or "heads/" in path)
+    else:
+        fail_syncs(monkeypatch, lambda path: path.endswith("heads/2"))
         monkeypatch.setattr(zarr_objects.os, "unlink", refuse)
     with pytest.raises(StoreError, match=r"cannot be written .*the disk broke"):
         publish(engine, 1)
@@ -131,14 +120,13 @@ def test_a_head_that_cannot_be_withdrawn_stops_the_writer(
             call()
     check(engine, kept)
     engine.close()
-    reopened(tmp_path, 0 if broken == "sync" else 1)
+    reopened(tmp_path, newest)
 
 
 def test_an_interrupt_after_the_head_is_durable_is_a_publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the next one follows it."""
     engine = ZarrEngine(tmp_path, create=True)
     publish(engine, 0)
-    commit(engine, 1)
+    put(engine, [plain("commits/1", np.frombuffer(b"commit 1" * 9, np.uint8))])
     delete = engine._objects.delete
 
     def interrupted(names: list[str]) -> None:
@@ -152,18 +140,15 @@ def test_an_interrupt_after_the_head_is_durable_is_a_publish(tmp_path: Path, mon
     assert engine.newest() == head_of(1)
     publish(engine, 2)
     assert engine.newest() == head_of(2)
-    engine.close()
 
 
 def test_what_is_dropped_before_it_is_published_is_not_synced(tmp_path: Path) -> None:
-    """Fronts, whole blobs and folders."""
     engine = ZarrEngine(tmp_path, create=True)
     contents = put(engine, segment(layout_of([30], compression="zstd"), 1) + segment(layout_of([30]), 2))
     engine.drop([(one.blob.name, 2 * 4096) for one in contents if one.blob.of])
     drop_all(engine, contents[4:])
     kept = publish(engine, 0)
     check(engine, kept + contents[:1])
-    engine.close()
 
 
 def test_a_full_disk_is_an_error_in_words_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,14 +168,13 @@ def test_a_full_disk_is_an_error_in_words_at_every_write(tmp_path: Path, monkeyp
 
         return spend
 
-    monkeypatch.setattr(zarr_objects, "write_whole", spending(zarr_objects.write_whole))
-    monkeypatch.setattr(zarr_chunks, "write_at", spending(zarr_chunks.write_at))
-    monkeypatch.setattr(zarr_chunks.os, "posix_fallocate", spending(zarr_chunks.os.posix_fallocate))
-    writes = 0
-    while True:
+    for module, name in ((zarr_objects, "write_whole"), (zarr_chunks, "write_at"), (os, "posix_fallocate")):
+        monkeypatch.setattr(module, name, spending(getattr(module, name)))
+    for writes in count():
         left = writes
         try:
             contents = publish(engine, 1, segment(layout, 1))
+            break
         except StoreFullError as error:
             assert "free some" in str(error)  # noqa: PT017 - what else is raised fails the test
             left = 1000
@@ -198,15 +182,11 @@ def test_a_full_disk_is_an_error_in_words_at_every_write(tmp_path: Path, monkeyp
             assert engine.newest() == head_of(0)
             check(engine, kept)
             assert {file.name for file in (tmp_path / "heads").iterdir()} == {"1"}
-            writes += 1
-        else:
-            break
     assert writes > 10
     check(engine, kept + contents)
     engine.close()
     engine = ZarrEngine(tmp_path, create=False)
     assert engine.newest() == head_of(1)
-    engine.close()
 
 
 def test_a_full_disk_keeps_room_for_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +214,6 @@ def test_a_full_disk_keeps_room_for_records(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(StoreFullError, match=r"needs 4,929 more bytes but .* take 72 and may hold 5,000: raise"):
         put(engine, [plain("states/0.1", some_bytes(4929))])
     put(engine, [plain("states/0.1", some_bytes(4928))])
-    engine.close()
 
 
 def test_a_reader_returns_the_newest_head_whatever_a_writer_does_meanwhile(
@@ -267,53 +246,41 @@ def test_a_reader_returns_the_newest_head_whatever_a_writer_does_meanwhile(
     with pytest.raises(StoreError, match=r"the newest head of .* is 6, but this process wrote 7: .*open it again"):
         publish(writer, 7)
     reader.close()
-    writer.close()
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, "flipped"])
-def test_a_damaged_head_is_refused(tmp_path: Path, damage: str) -> None:
-    """Missing, with other bytes, or of another type: an older commit does not replace it."""
-    made(tmp_path)
-    head = tmp_path / "heads/1"
+UNWRITTEN: list[dict[str, object]] = [
+    {},
+    {"number": 2, "before": ""},
+    {"number": 1, "before": "x"},
+    {"number": 1, "before": "", "name": "commits/1"},
+    {"number": 1, "before": "", "name": "commits/1", "size": -1, "digest": "0" * 64},
+    {"number": 1, "before": "", "name": "commits/1", "size": 1, "digest": "0" * 63},
+    {"number": True, "before": ""},
+]
+"""Heads that no writer wrote, with correct checksums."""
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "flipped", *UNWRITTEN], ids=str)
+def test_a_damaged_head_is_refused(tmp_path: Path, damage: str | dict[str, object]) -> None:
+    """An older commit does not replace it, a store without a head is no new one, and nothing is deleted."""
+    made(tmp_path, *segment(layout_of([10]), 1))
+    head, words = tmp_path / "heads/1", "restore the store from a copy|fix that"
     data = head.read_bytes()
-    if damage == "flipped":
+    if isinstance(damage, dict):
+        words = r"head 1 of .* cannot be read .*: restore the store from a copy"
+        head.write_bytes(encode("head", damage, {}))
+    elif damage == "flipped":
         flip(head, len(data) // 2)
     else:
+        words = "the head of .* is missing: restore" if damage == "missing" else words
         spoil(head, damage)
-    for readonly in (False, True):
-        with pytest.raises(CorruptStoreError, match=r"(restore the store from a copy|fix that)"):
-            ZarrEngine(tmp_path, create=False, readonly=readonly)
+    before = objects(tmp_path)
+    for options in ({"create": False}, {"create": True}, {"create": False, "readonly": True}):
+        with pytest.raises(CorruptStoreError, match=words):
+            ZarrEngine(tmp_path, **options)
+    assert objects(tmp_path) == before
     if head.is_dir():
         head.rmdir()
     head.unlink(missing_ok=True)
     head.write_bytes(data)
-    engine = ZarrEngine(tmp_path, create=False)
-    assert engine.newest() == head_of(0)
-    engine.close()
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {},
-        {"number": 2, "before": ""},
-        {"number": 1, "before": "x"},
-        {"number": 1, "before": "", "name": "commits/1"},
-        {"number": 1, "before": "", "name": "commits/1", "size": -1, "digest": "0" * 64},
-        {"number": 1, "before": "", "name": "commits/1", "size": 1, "digest": "0" * 63},
-        {"number": True, "before": ""},
-    ],
-)
-def test_a_head_that_no_writer_wrote_is_refused(tmp_path: Path, values: dict[str, object]) -> None:
-    """Despite a correct checksum."""
-    made(tmp_path)
-    (tmp_path / "heads/1").write_bytes(encode("head", values, {}))
-    with pytest.raises(CorruptStoreError, match=r"head 1 of .* cannot be read .*: restore the store from a copy"):
-        ZarrEngine(tmp_path, create=False, readonly=True)
-
-
-def test_a_head_comes_back() -> None:
-    for head in (None, Head("commits/3-2", 77, "ab" * 32)):
-        for writer in ("", "me"):
-            one = HeadRecord(5, head, "cd" * 32, writer=writer)
-            assert HeadRecord.from_bytes(one.to_bytes(), "it") == one
+    assert ZarrEngine(tmp_path, create=False).newest() == head_of(0)

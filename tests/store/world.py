@@ -3,9 +3,9 @@
 The slow obvious version of a store: tests compare the store with it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,6 @@ from tiercache.store.bits import hash_keys
 from tiercache.store.bulk_load import load_rows
 from tiercache.store.commit import Commit, Cursor
 from tiercache.store.layout import NEVER, Range, SegmentLayout
-from tiercache.store.lookup import locate
 from tiercache.store.row_codec import initial_rows, row_words
 from tiercache.store.segment import Segment
 from tiercache.store.store import Store
@@ -28,8 +27,9 @@ Int64s = NDArray[np.int64]
 class World:
     """Passes of keys for tables; ``rows`` has each key's row, ``uses`` the next use with which it was stored.
 
-    ``pass_index`` is the next pass, ``state`` the dense state of the newest commit. Rows are functions of
-    schedule, pass, table and key. ``changed`` is the commit that last changed each row, except rows
+    ``pass_index`` is the next pass; ``scheduled`` is True if rows wait for passes; ``state`` is the dense state of the
+    newest commit, ``cursor`` its position, and ``digest`` that of its schedule. Rows are functions of schedule, pass,
+    table and key. ``changed`` is the commit that last changed each row, except rows
     ``trained`` since, which the next commit will change.
     """
 
@@ -46,6 +46,9 @@ class World:
     uses: dict[Key, int] = field(default_factory=dict)
     changed: dict[Key, int] = field(default_factory=dict)
     trained: set[Key] = field(default_factory=set)
+    scheduled: bool = True
+    cursor: Cursor | None = None
+    digest: str = ""
     state: bytes = b""
 
     def __post_init__(self) -> None:
@@ -71,24 +74,17 @@ class World:
     def next_use(self, key: Key, pass_index: int) -> int:
         """Return the first pass after ``pass_index`` that needs ``key``."""
         name, number = key
-        return next(
-            v
-            for v in range(pass_index + 1, pass_index + self.num_passes + 1)
-            if number in self.passes[v % self.num_passes][name]
-        )
+        upcoming = range(pass_index + 1, pass_index + self.num_passes + 1)
+        return next(v for v in upcoming if number in self.passes[v % self.num_passes][name])
 
     def train(self, *, part: int = 0) -> None:
         """Change every row that the present pass trains."""
         for table in self.tables:
+            widths = [field.width for field in table.fields]
             for key in self.passes[self.pass_index % self.num_passes][table.name].tolist():
-                bits = np.random.default_rng(
-                    [self.schedule, self.pass_index, part, key & 0xFFFF, table.table_id & 0xFFFF]
-                )
-                numbers = bits.random(sum(field.width for field in table.fields), dtype=np.float32)[None, :]
-                cuts = np.cumsum([field.width for field in table.fields])[:-1]
-                row = row_words(table.fields, np.split(numbers, cuts, axis=1))
-                self.rows[table.name, key] = row.tobytes()
-                self.trained.add((table.name, key))
+                seed = [self.schedule, self.pass_index, part, key & 0xFFFF, table.table_id & 0xFFFF]
+                numbers = np.random.default_rng(seed).random((1, sum(widths)), dtype=np.float32)
+                self._set(table, [key], np.split(numbers, np.cumsum(widths)[:-1], axis=1))
 
     def layout(self, group: Group, *, within: bool) -> tuple[SegmentLayout, list[Key]]:
         """Return the layout of the present pass's dump, and its keys in order; record their next uses."""
@@ -134,19 +130,14 @@ class World:
 
     def append(self, store: Store, *, within: bool = False) -> Segment:
         """Dump the present pass."""
-        laid = [self.layout(group, within=within) for group in store.groups]
-        blocks = (
-            block
-            for (layout, keys), group in zip(laid, store.groups, strict=True)
-            for block in self.blocks(layout, keys, group)
-        )
-        layouts = [layout for layout, _ in laid]
-        return store.append(self.pass_index, layouts, blocks, within=within)
+        laid = [(*self.layout(group, within=within), group) for group in store.groups]
+        blocks = (block for layout, keys, group in laid for block in self.blocks(layout, keys, group))
+        return store.append(self.pass_index, [layout for layout, _, _ in laid], blocks, within=within)
 
     def compact(self, store: Store) -> None:
         """Compact; from now on no row has a next use, and only ``follow`` can continue."""
-        store.compact()
-        self.uses = dict.fromkeys(self.rows, NEVER)
+        self._note(store.compact())
+        self.uses, self.scheduled = dict.fromkeys(self.rows, NEVER), False
 
     def follow(
         self,
@@ -155,6 +146,7 @@ class World:
         progress: Callable[[str, int], None] | None = None,
         *,
         start: tuple[int, int] | None = None,
+        retain_segments: bool = True,
     ) -> Commit:
         """Enter a schedule of other passes: rows wait for the first of them, and new keys have a row."""
         self.passes, self.num_passes, self.pass_index = passes, len(passes), 0 if start is None else start[0]
@@ -163,47 +155,36 @@ class World:
         first_uses = {key: pass_index for pass_index in reversed(upcoming) for key in self.keys(pass_index)}
         for table in self.tables:
             new = [key for name, key in first_uses if name == table.name and (name, key) not in self.rows]
-            first = row_words(table.fields, initial_rows(table, np.array(new, dtype=np.int64)))
-            for i, key in enumerate(new):
-                self.rows[table.name, key] = first[i].tobytes()
-                self.trained.add((table.name, key))
+            self._set(table, new, initial_rows(table, np.array(new, dtype=np.int64)))
         self.uses = {key: first_uses.get(key, NEVER) for key in self.rows}
-        digest = f"schedule {self.schedule}"
         commit = store.rewrite(
-            WorldUses(self.tables, first_uses), schedule_digest=digest, progress=progress,
-            start=None if start is None else Cursor(*start),
+            WorldUses(self.tables, first_uses), schedule_digest=f"schedule {self.schedule}", progress=progress,
+            start=None if start is None else Cursor(*start), retain_segments=retain_segments,
         )  # fmt: skip
         self._note(commit)
+        self.scheduled = True
         return commit
 
     def lay_over(self, store: Store, keys: dict[str, list[int]]) -> Commit:
         """Import random rows for keys; from now on no row has a next use, and only ``follow`` can continue."""
         chunks = []
         for table in self.tables:
-            if not keys.get(table.name):
-                continue
-            draw = np.random.default_rng([self.pass_index, len(self.changed), table.table_id & 0xFFFF])
-            mine = np.array(keys[table.name], np.int64)
-            fields = tuple(draw.random((mine.size, field.width), dtype=np.float32) for field in table.fields)
-            words = row_words(table.fields, fields)
-            for i, key in enumerate(mine.tolist()):
-                self.rows[table.name, key] = words[i].tobytes()
-                self.trained.add((table.name, key))
-            chunks.append((table.name, (mine, fields)))
+            if mine := keys.get(table.name):
+                draw = np.random.default_rng([self.pass_index, len(self.changed), table.table_id & 0xFFFF])
+                fields = tuple(draw.random((len(mine), field.width), dtype=np.float32) for field in table.fields)
+                self._set(table, mine, fields)
+                chunks.append((table.name, (np.array(mine, np.int64), fields)))
         commit = load_rows(store, chunks)
         self._note(commit)
-        self.uses = dict.fromkeys(self.rows, NEVER)
+        self.uses, self.scheduled = dict.fromkeys(self.rows, NEVER), False
         return commit
 
-    def run_to(self, other: Self) -> None:
-        """Move to the state of another world of the same passes."""
-        self.pass_index, self.rows, self.uses, self.state = (
-            other.pass_index,
-            {**other.rows},
-            {**other.uses},
-            other.state,
-        )
-        self.changed = {**other.changed}
+    def _set(self, table: Table, keys: Sequence[int], fields: Sequence[NDArray[np.float32]]) -> None:
+        """Give keys of a table rows, each a number of every field."""
+        words = row_words(table.fields, fields)
+        for i, key in enumerate(keys):
+            self.rows[table.name, key] = words[i].tobytes()
+            self.trained.add((table.name, key))
 
     def run(self, store: Store, passes: int) -> None:
         """Train, dump and commit some passes."""
@@ -217,17 +198,15 @@ class World:
         """Commit the state of the world."""
         state = f"state at {self.pass_index}, {sample}".encode()
         commit = store.publish(
-            Cursor(self.pass_index, sample),
-            state=state,
-            schedule_digest="cyclic",
-            settings={"seed": self.seed},
+            Cursor(self.pass_index, sample), state=state, schedule_digest="cyclic", settings={"seed": self.seed},
             environment={"threads": 1},
-        )
+        )  # fmt: skip
         self.state = state
         self._note(commit)
 
     def _note(self, commit: Commit) -> None:
         """Record that ``commit`` has the trained rows."""
+        self.cursor, self.digest = commit.cursor, commit.schedule_digest
         self.changed |= dict.fromkeys(self.trained, commit.id)
         self.trained = set()
 
@@ -239,49 +218,41 @@ class World:
         if store.commit is not None and any(first <= since <= last for first, last in store.commit.abandoned):
             return
         for table in self.tables:
-            given: dict[Key, bytes] = {}
+            given = []
             for keys, fields in store.changes(table.name, since=since):
                 words = row_words(table.fields, tuple(fields.values()))
-                for i, key in enumerate(keys.tolist()):
-                    assert (table.name, key) not in given, (table.name, key)
-                    given[table.name, key] = words[i].tobytes()
-            wanted = {
-                key: self.rows[key] for key, commit in self.changed.items() if commit > since and key[0] == table.name
-            }
-            assert given == wanted, (table.name, since)
-            assert store.changed_rows(table.name, since=since) == len(wanted)
+                given += [(key, words[i].tobytes()) for i, key in enumerate(keys.tolist())]
+            keys = sorted(key for (name, key), id_ in self.changed.items() if name == table.name and id_ > since)
+            assert sorted(given) == [(key, self.rows[table.name, key]) for key in keys], (table.name, since)
+            assert store.changed_rows(table.name, since=since) == len(keys)
 
     def check(self, store: Store, *, after: int) -> None:
         """Assert that every row is found with its bits, except rows whose next use is pass ``after`` or earlier."""
+        keys = np.arange(-self.universe // 2, self.universe // 2 + 1)
         for group in store.groups:
-            wanted = {table.name: np.arange(-self.universe // 2, self.universe // 2 + 1) for table in group.tables}
-            with store.pinned() as snapshot:
-                found = {name: locate(store.reader, snapshot, name, keys, after=after) for name, keys in wanted.items()}
-            for name, keys in wanted.items():
-                ids, rows = found[name]
+            for table in group.tables:
+                ids, rows = store.locate(table.name, keys, after=after)
                 for key, id_ in zip(keys.tolist(), ids.tolist(), strict=True):
-                    expected = self.uses.get((name, key), -1) > after
-                    assert (id_ >= 0) == expected, (name, key, id_)
+                    assert (id_ >= 0) == (self.uses.get((table.name, key), -1) > after), (table.name, key, id_)
                 for segment in store.segments:
-                    mine = np.nonzero(ids == segment.id)[0]
-                    found_rows = row_words(group.fields, store.read_rows(segment, group.index, rows[mine]))
+                    mine = ids == segment.id
+                    found = row_words(group.fields, store.read_rows(segment, group.index, rows[mine]))
                     for i, key in enumerate(keys[mine].tolist()):
-                        assert found_rows[i].tobytes() == self.rows[name, key], (name, key)
+                        assert found[i].tobytes() == self.rows[table.name, key], (table.name, key)
 
     def check_load(self, store: Store, pass_index: int) -> None:
         """Assert that the ranges with next use ``pass_index`` hold exactly the rows that it needs and that exist."""
         expected = {key: self.rows[key] for key in self.keys(pass_index) if key in self.rows}
-        assert self._loaded(store, pass_index) == expected
+        assert self.loaded(store, pass_index) == expected
 
     def check_within(self, store: Store) -> None:
         """Assert that, after a commit inside the present pass, its key set loads with its current rows."""
-        assert self._loaded(store, self.pass_index) == {key: self.rows[key] for key in self.keys(self.pass_index)}
+        assert self.loaded(store, self.pass_index) == {key: self.rows[key] for key in self.keys(self.pass_index)}
         for name, keys in self.passes[self.pass_index % self.num_passes].items():
             ids, _ = store.locate(name, keys, after=self.pass_index - 1)
-            assert len(set(ids.tolist())) == 1
-            assert store.segments[-1].id == ids[0]
+            assert set(ids.tolist()) == {store.segments[-1].id}
 
-    def _loaded(self, store: Store, pass_index: int) -> dict[Key, bytes]:
+    def loaded(self, store: Store, pass_index: int) -> dict[Key, bytes]:
         """Read the live ranges of the schedule with next use ``pass_index``."""
         loaded: dict[Key, bytes] = {}
         for segment in scheduled(store):
@@ -293,28 +264,21 @@ class World:
         """Read the live range with next use ``pass_index`` of a layout, row by row."""
         layout, loaded = segment.layouts[group.index], {}
         for index in range(store.snapshot.first_range(segment, group.index), layout.num_ranges):
-            if layout.ranges[index].next_use != pass_index:
+            rows = layout.ranges[index]
+            if rows.next_use != pass_index:
                 continue
             low, high = layout.pages_of_range(index)
             out = np.empty(layout.byte_of_page(high) - layout.byte_of_page(low), np.uint8)
             store.read(segment, group.index, low, high, out)
-            names = [
-                table.name
-                for table, count in zip(group.tables, layout.ranges[index].table_rows, strict=True)
-                for _ in range(count)
-            ]
-            at = 0
+            names = np.repeat([table.name for table in group.tables], rows.table_rows).tolist()
             for page in range(low, high):
-                count = layout.row_of_page(page + 1) - layout.row_of_page(page)
-                first = layout.row_of_page(page)
-                numbers = out[at : at + count * layout.row_bytes].view(np.float32)
-                at += count * layout.row_bytes
-                cuts = np.cumsum([f.words * count for f in group.fields])[:-1]
-                fields = [part.reshape(count, -1) for part in np.split(numbers, cuts)]
+                first, last = layout.row_of_page(page), layout.row_of_page(page + 1)
+                numbers, out = np.split(out, [(last - first) * layout.row_bytes])
+                cuts = np.cumsum([field.words * (last - first) for field in group.fields])[:-1]
+                fields = [part.reshape(last - first, -1) for part in np.split(numbers.view(np.float32), cuts)]
                 block = layout.block_of_page(page)
-                keys = store.reader.keys(segment, group.index, block)
-                for i in range(count):
-                    key = int(keys[first + i - layout.rows_of_block(block)[0]])
+                keys = store.reader.keys(segment, group.index, block)[first - layout.rows_of_block(block)[0] :]
+                for i, key in enumerate(keys[: last - first].tolist()):
                     name = names[first + i - layout.first_row_R.item(index)]
                     loaded[name, key] = b"".join(values[i].tobytes() for values in fields)
         return loaded
@@ -334,8 +298,7 @@ class WorldUses:
 
     def counts(self, table_name: str) -> Mapping[int, int]:
         """Return the number of keys of a table with each first use."""
-        mine = [use for (name, _), use in self._uses.items() if name == table_name]
-        return {use: mine.count(use) for use in mine}
+        return Counter(use for (name, _), use in self._uses.items() if name == table_name)
 
     def slices(self, table_name: str) -> Iterator[tuple[Int64s, Int64s]]:
         """Yield keys in hash order with their first uses."""

@@ -1,7 +1,8 @@
 """A small model over a cache in the middle of a pass, and the same model in torch, to compare loops with."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,18 @@ class World:
         for name, weight in (("a", self.theirs.bag.weight), ("b", self.theirs.rows.weight)):
             torch.testing.assert_close(self.rows(name), weight.detach(), atol=tolerance, rtol=1e-5)
         torch.testing.assert_close(self.model.top.weight, self.theirs.top.weight, atol=tolerance, rtol=1e-5)
+
+    @contextmanager
+    def unmoved(self) -> Iterator[None]:
+        """Expect that no row moves inside."""
+        before = self.rows("a"), self.rows("b")
+        yield
+        assert all(torch.equal(old, self.rows(name)) for old, name in zip(before, "ab", strict=True))
+
+    def close(self) -> None:
+        """End the pass in the middle."""
+        self.loop.close()
+        self.cache._close(failed=True)
 
     @property
     def waiting(self) -> int:

@@ -1,23 +1,16 @@
-"""An independent oracle: torch's own embedding modules over whole tables, and row optimizers written out by hand."""
+"""An independent oracle: torch's own embedding functions over whole tables, and row optimizers written out by hand."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 import tiercache as tc
 from tests.kernels.stochastic import row_words
-from tests.train.cases import all_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
-    from tests.train.cases import Case
+from tests.train.cases import Case, all_keys
 
 
 def initial_row(table: tc.Table, key: int) -> NDArray[np.float32]:
@@ -61,11 +54,7 @@ class Oracle:
         self.optimizers = {name: self._optimizer(name) for name in self.tables}
 
     def _there(self, array: NDArray[Any]) -> torch.Tensor:
-        """Return a copy on the device of the training."""
         return torch.from_numpy(array.copy()).to(self.device)
-
-    def _is_sparse(self, name: str) -> bool:
-        return isinstance(self.optimizers[name], torch.optim.SparseAdam)
 
     def _optimizer(self, name: str) -> Any:
         """Return torch's optimizer for a table, or None for decay of touched rows, momentum and row-wise rules."""
@@ -85,62 +74,72 @@ class Oracle:
         return rows
 
     def bags(
-        self, batch: tc.Batch, sub_dataset: int, weights: Mapping[str, torch.Tensor] | None = None
+        self,
+        batch: tc.Batch,
+        sub_dataset: int,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        features: Sequence[str] | None = None,
     ) -> torch.Tensor:
-        """Pool every feature with nn.EmbeddingBag: (N, sum of dims)."""
+        """Pool features, by default all: (N, sum of dims)."""
         outs = []
-        for spec in self.case.specs:
+        for spec in (spec for spec in self.case.specs if features is None or spec.name in features):
             ids, rows = batch.ids[spec.name], self._rows(batch, sub_dataset, spec.name, spec.table)
-            ends = np.arange(batch.num_samples + 1) if ids.offsets is None else ids.offsets
-            offsets = self._there(ends)
-            given = (weights or {}).get(spec.name)
+            ends = self._there(np.arange(batch.num_samples + 1) if ids.offsets is None else ids.offsets)
+            given, mode = (weights or {}).get(spec.name), spec.mode
             if given is None and ids.weights is not None:
                 given = self._there(ids.weights)
-            mode = spec.mode
             if given is not None and mode == "mean":  # torch weights sums only
-                lengths = self._there(np.diff(ends))
+                lengths = ends.diff()
                 given, mode = given / lengths.repeat_interleave(lengths), "sum"
-            module = nn.EmbeddingBag(
-                self.keys[spec.table].size, self.tables[spec.table].dim, mode=mode,
-                include_last_offset=True, sparse=self._is_sparse(spec.table),
-            )  # fmt: skip
-            module.weight = self.weights[spec.table]
-            outs.append(module(rows, offsets, per_sample_weights=given))
+            outs.append(
+                nn.functional.embedding_bag(
+                    rows, self.weights[spec.table], ends, mode=mode, include_last_offset=True, per_sample_weights=given
+                )
+            )
         return torch.cat(outs, dim=1)
 
     def vectors(self, batch: tc.Batch, sub_dataset: int) -> dict[str, torch.Tensor]:
-        """Look every feature up with nn.Embedding: (ids, dim)."""
-        outs = {}
-        for spec in self.case.specs:
-            module = nn.Embedding(
-                self.keys[spec.table].size, self.tables[spec.table].dim, sparse=self._is_sparse(spec.table)
+        return {
+            spec.name: nn.functional.embedding(
+                self._rows(batch, sub_dataset, spec.name, spec.table), self.weights[spec.table]
             )
-            module.weight = self.weights[spec.table]
-            outs[spec.name] = module(self._rows(batch, sub_dataset, spec.name, spec.table))
-        return outs
+            for spec in self.case.specs
+        }
 
     def set_learning_rate(self, rate: float) -> None:
-        """Change the rate of every table."""
         for name, optimizer in self.optimizers.items():
             self.rates[name] = rate
             if optimizer is not None:
                 optimizer.param_groups[0]["lr"] = rate
 
-    def step(self) -> None:
-        """Step every table and drop the gradients."""
+    def step(self, tables: Iterable[str] | None = None) -> None:
+        """Step tables, by default all, and drop all gradients. SparseAdam steps only rows that were looked up."""
         for name, optimizer in self.optimizers.items():
-            if optimizer is not None:
-                optimizer.step()
-                optimizer.zero_grad()
-            else:
-                self._step_by_hand(name)
-            self.touched[name][:] = False
+            weight, touched = self.weights[name], self.touched[name]
+            if weight.grad is not None and (tables is None or name in tables):
+                if optimizer is None:
+                    self._step_by_hand(name)
+                else:
+                    if isinstance(optimizer, torch.optim.SparseAdam):
+                        rows = torch.nonzero(touched)[:, 0]
+                        weight.grad = torch.sparse_coo_tensor(
+                            rows[None], weight.grad[rows], weight.shape, check_invariants=True
+                        )
+                    optimizer.step()
+            weight.grad = None
+            touched[:] = False
+
+    def difference(self, cache: Any) -> float:
+        """Return the largest difference of a number of any row from those of a cache in memory."""
+        found = []
+        for name, weight in self.weights.items():
+            rows = cache.fields(name)[0][np.argsort(cache.keys(name))].copy()
+            found.append(float((torch.from_numpy(rows) - weight.detach().cpu()).abs().max()))
+        return max(found)
 
     @torch.no_grad()
     def _step_by_hand(self, name: str) -> None:
         spec, weight, touched = self.tables[name].optimizer, self.weights[name], self.touched[name]
-        if weight.grad is None:
-            return
         self.steps[name] += 1
         rows, states = weight[touched], [state[touched] for state in self.states[name]]
         match spec:
@@ -159,7 +158,6 @@ class Oracle:
         weight[touched] = rows
         for state, new in zip(self.states[name], states, strict=True):
             state[touched] = new
-        weight.grad = None
 
     def _step_of_torch(self, name: str, optimizer: Any, state: dict[str, torch.Tensor]) -> torch.Tensor:
         """Step only touched rows with a torch optimizer, which changes their state in place; return them."""

@@ -1,24 +1,16 @@
 """Trainings with raw keys: the samples of a dataset, as a user's own loader would give them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 import tiercache as tc
-from tests.train.cases import registered, table
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from tests.train.cases import Case, Net
-
+from tests.train.cases import Case, Net, registered, table
 
 LOW, HIGH = -(1 << 63), (1 << 63) - 1
 PASS_KEYS = [[1, -2, 3, LOW + 2], [3, 4, HIGH, -1], [5, -6, 1, 0]]
@@ -37,18 +29,16 @@ SCHEMA = tc.Schema(
     ),
 )
 UNIVERSE = sorted({key for keys in PASS_KEYS for key in keys} | {77, -77, LOW + 3, HIGH - 1})
-Rows = dict[str, dict[int, "NDArray[np.float32]"]]
+Rows = dict[str, dict[int, NDArray[np.float32]]]
 
 
 def own_keys(p: int) -> dict[str, Any]:
-    """Return a batch of all keys of a pass."""
     keys, n = np.array(PASS_KEYS[p]), len(PASS_KEYS[p])
     ones = keys, np.arange(n + 1)
     return {"one": keys, "bag": ones, "pair": np.stack([keys, keys], 1), "c": ones}
 
 
 def write_passes(folder: Path) -> tc.PassDataset:
-    """Write the three passes, the same keys in each table."""
     return tc.write_key_sets(folder, SCHEMA, [dict.fromkeys("abc", keys) for keys in PASS_KEYS])
 
 
@@ -110,7 +100,6 @@ def run_raw(
 
 
 def train_raw(cache: Any, case: Case, samples: tc.PassDataset, *, seed: int = 1, **options: Any) -> Net:
-    """Train a case by raw keys."""
     model, optimizer = registered(cache, case, seed)
     run_raw(cache, case, samples, model, optimizer, **options)
     return model

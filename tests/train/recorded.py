@@ -1,9 +1,8 @@
 """A model and a dataset in plain torch, whose key sets are recorded."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,9 +11,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import tiercache as tc
 from tests.crash.told import Told
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 USERS, ITEMS, TAGS, DIM, BATCH, SAMPLES = 400, 250, 30, 8, 20, 600
 RATE, DENSE_RATE = 0.4, 0.05
@@ -58,46 +54,37 @@ class Net(nn.Module):
         self.norm, self.drop, self.top = nn.BatchNorm1d(DIM), nn.Dropout(0.2), nn.Linear(DIM, 1)
 
     def forward(self, user: torch.Tensor, items: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """Return a number for each sample."""
         x = self.user(user) * self.item(items).sum(1) + self.tag(items % TAGS)
         return self.top(self.drop(self.norm(x) if len(x) > 1 else x))[:, 0] + noise
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """Run the model on a batch of `Clicks`."""
     return model(*batch[:3])
 
 
 def converted(device: str = "cpu") -> nn.Module:
-    """Return the model with our tables."""
     torch.manual_seed(3)
     return tc.convert(Net(device=device), optimizer=tc.optim.SGD(learning_rate=RATE))
 
 
 def loader(dataset: Any = None, **arguments: Any) -> DataLoader[Any]:
-    """Return a torch DataLoader."""
     return DataLoader(Clicks() if dataset is None else dataset, **({"batch_size": BATCH} | arguments))
 
 
 def record(folder: Path, loader_: Any = None, model: nn.Module | None = None, **options: Any) -> tc.PassDataset:
-    """Record key sets with a small budget."""
     options = {"device_budget": BUDGET, "progress": False} | ({} if "keys" in options else {"call": call}) | options
     return tc.record_key_sets(model or converted(), loader_ or loader(), folder, **options)
 
 
 def indices(data: tc.PassDataset) -> list[np.ndarray[Any, Any]]:
-    """Return the samples of each sub-dataset."""
     return [one.recorded.indices(np.arange(one.samples)) for one in data.passes]
 
 
 class Step:
-    """The step of a loop that does not know passes."""
-
     def __init__(self, model: nn.Module, optimizers: list[Any]) -> None:
         self.model, self._optimizers = model, optimizers
 
     def __call__(self, batch: Any) -> float:
-        """Train a batch; returns its loss."""
         loss = nn.functional.mse_loss(call(self.model, batch), batch[3])
         loss.backward()
         for one in self._optimizers:
@@ -107,7 +94,6 @@ class Step:
 
 
 def torch_step(model: Net | None = None) -> Step:
-    """Return the step of the same model in torch, with sparse optimizers."""
     torch.manual_seed(3)
     model = model or Net()
     tables = [model.user.weight, model.item.weight, model.tag.weight]
@@ -127,7 +113,6 @@ def opened(
 
 
 def result(cache: tc.TierCache, step: Step) -> dict[str, Any]:
-    """Return rows by table, and the dense state."""
     assert isinstance(cache.store, tc.Store)
     cache.drain(staged=False)
     found: dict[str, Any] = {

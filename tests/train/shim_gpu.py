@@ -4,25 +4,19 @@ Its memory is guarded, host memory must be pinned before kernels see it, and wor
 is done as late as a GPU might do it.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tests.train.shim_streams import Event, LateKernels
 from tiercache.rows.backends.base import CompleteEvent
 from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from numpy.typing import NDArray
 
 _NUMPY = {there: here.type for here, there in TORCH_DTYPES.items()}
 
@@ -51,24 +45,20 @@ class ShimRuntime:
         """Do nothing: sources are compiled when they are launched."""
 
     def stream(self) -> int:
-        """Return a dummy address."""
         return 0
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor with garbage in guarded memory."""
         array = self.kernels.memory.empty(tuple(int(n) for n in shape), _NUMPY[dtype])
         self.kernels.need(array)
         return torch.from_numpy(array)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Record its address."""
         array = np.empty(tuple(shape), _NUMPY[dtype])
         self._pinned[array.ctypes.data] = array.nbytes
         weakref.finalize(array, self._pinned.pop, array.ctypes.data, None)
         return torch.from_numpy(array)
 
     def upload(self, pinned: torch.Tensor) -> torch.Tensor:
-        """Copy it."""
         there = self.tensor(pinned.shape, pinned.dtype)
         if not self._upload(lambda: there.copy_(pinned)):
             there.copy_(pinned)
@@ -81,7 +71,6 @@ class ShimRuntime:
             self.kernels.do(lambda: there.copy_(taken))
 
     def _upload(self, work: Callable[[], object]) -> bool:
-        """Defer it if it is an upload."""
         if not getattr(self._thread, "uploading", False):
             return False
         with self._lock:
@@ -102,26 +91,22 @@ class ShimRuntime:
                 self._uploading -= 1
 
     def uploaded(self) -> int:
-        """Return the number of copies so far."""
         with self._lock:
             return self._received + len(self._uploads)
 
     def wait_uploaded(self, sent: int) -> None:
-        """Do them."""
         with self._lock:
             while self._received < sent:
                 self._received += 1
                 self._uploads.pop(0)()
 
     def receive(self, sent: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Do them."""
         self.wait_uploaded(sent)
         with self._lock:
             if not self._uploads and not self._uploading:  # else what a thread has made for work that it is yet to give
                 self.kernels.uploaded()
 
     def download(self, tensor: torch.Tensor) -> NDArray[Any]:
-        """Wait for the current stream."""
         self.kernels.finish()
         return tensor.clone().numpy()
 
@@ -136,11 +121,9 @@ class ShimRuntime:
         return any(address <= begin and begin + num_bytes <= address + size for address, size in reach.items())
 
     def memory_info(self) -> tuple[int, int]:
-        """Return the numbers that the test sets."""
         return self.free_bytes, 1 << 31
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Refuse to pin memory twice."""
         assert not any(a < address + num_bytes and address < a + n for a, n in self.pinned_pages.items())
         self.pinned_pages[address] = num_bytes
 
@@ -150,11 +133,9 @@ class ShimRuntime:
         assert not self.kernels.still_move(address, last), "rows still move through these pages"
 
     def dumping(self) -> AbstractContextManager[None]:
-        """Defer it."""
         return self.kernels.on(self.kernels.dumps, behind_training=True)
 
     def dumped(self) -> Event:
-        """Return the end of the work begun so far."""
         return Event(self.kernels, self.kernels.dumps)
 
     @contextmanager
@@ -173,19 +154,16 @@ class ShimRuntime:
             self.kernels.hold_training(self.kernels.loads, self.kernels.dumps)
 
     def wait_event(self, dumped: Event) -> None:
-        """Make loads wait."""
         with self.kernels.on(self.kernels.loads, behind_training=False):
             self.kernels.do(dumped.wait)
 
     def loaded(self) -> Event:
-        """Return the end of the work begun so far."""
         if not self._late_loads:
             self.kernels.finish()
         return Event(self.kernels, self.kernels.loads)
 
     @contextmanager
     def searching(self) -> Iterator[None]:
-        """Defer it."""
         try:
             with self.kernels.on(self.kernels.searches, behind_training=False):
                 yield
@@ -199,22 +177,18 @@ class ShimRuntime:
         yield
 
     def exchanged(self) -> int:
-        """Return nothing, because nothing is received."""
         return 0
 
     def record_use(self, tensor: torch.Tensor) -> None:
         """Do nothing: memory is freed by its last reference."""
 
     def trained(self) -> CompleteEvent:
-        """Return a completed event: steps are done when they are launched."""
         return CompleteEvent()
 
     def synchronize(self) -> None:
-        """Do the deferred work."""
         self.kernels.catch_up()
 
     def enter_thread(self) -> None:
-        """Record the thread."""
         self.threads.add(threading.current_thread().name.split("_")[0])
 
     def random_state(self) -> torch.Tensor:

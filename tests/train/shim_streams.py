@@ -4,25 +4,19 @@ Work is done when a thread waits for it, or when other work must follow it. Of t
 started last runs first.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from tests.kernels.shim.device import ShimDevice
 from tests.kernels.shim.memory import _LIBC, GuardedMemory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from numpy.typing import DTypeLike, NDArray
-
-    from tiercache.kernels.cuda.launch import Argument
+from tiercache.kernels.cuda.launch import Argument
 
 
 class LentMemory(GuardedMemory):
@@ -80,11 +74,9 @@ class LateStream:
 
     @property
     def end(self) -> int:
-        """The amount of work queued so far."""
         return self._done + len(self.waiting)
 
     def run_to(self, end: int) -> None:
-        """Do its work up to a position."""
         while self._done < end:
             self._done += 1
             self.waiting.popleft().work()
@@ -107,16 +99,13 @@ class LateKernels(ShimDevice):
         self._to_upload: list[NDArray[Any]] = []
 
     def uploaded(self) -> None:
-        """Release the arrays that uploads needed."""
         self._to_upload.clear()
 
     @property
     def deferring(self) -> bool:
-        """True if the current stream is not the training's."""
         return self._current is not None
 
     def put(self, table: NDArray[Any]) -> NDArray[Any]:
-        """Keep it for the current stream's later work."""
         there = super().put(table)
         self.need(there)
         return there
@@ -128,20 +117,17 @@ class LateKernels(ShimDevice):
         return array
 
     def need(self, array: NDArray[Any]) -> None:
-        """Keep an array for the current stream's later work."""
         if self.upload(lambda: None):
             self._to_upload.append(array)
         elif self._current is not None:
             self._current.needed.append(array)
 
     def read(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Wait for the current stream."""
         self.finish()
         return array.copy()
 
     @contextmanager
     def on(self, stream: LateStream, *, behind_training: bool) -> Iterator[None]:
-        """Queue the work inside on a stream."""
         before, self._current = self._current, stream
         if behind_training:
             awaited = list(self._awaited)  # its own work is done
@@ -152,7 +138,6 @@ class LateKernels(ShimDevice):
             self._current = before
 
     def hold_training(self, *streams: LateStream) -> None:
-        """Make the training's next work follow the queued work of these streams."""
         with self.lock:  # another thread may be running what a stream was given
             self._awaited += [(stream, stream.end) for stream in streams]
 
@@ -182,7 +167,6 @@ class LateKernels(ShimDevice):
                 self._let_go()
 
     def catch_up(self) -> None:
-        """Do all pending work."""
         with self.lock:
             self._awaited = []
             self._run([(stream, stream.end) for stream in (self.loads, self.dumps, self.searches)])
@@ -225,20 +209,16 @@ class LateKernels(ShimDevice):
         self.do(work, host)
 
     def still_move(self, begin: int, last: int) -> bool:
-        """Return True if pending work reads or writes these host addresses."""
         with self.lock:
             streams = self.loads, self.dumps, self.searches
             return any(begin <= at < last for stream in streams for late in stream.waiting for at in late.host)
 
 
 class Event:
-    """The current end of a stream."""
-
     def __init__(self, kernels: LateKernels, stream: LateStream) -> None:
         with kernels.lock:
             self._kernels, self.stream, self.end = kernels, stream, stream.end
 
     def wait(self) -> None:
-        """Do the work up to it."""
         with self._kernels.lock:
             self.stream.run_to(self.end)

@@ -217,6 +217,10 @@ def test_what_no_commit_has_is_not_kept(tmp_path: Path, passes: tc.PassDataset) 
         assert cache.store.commit.pins.keys() == {"begin"}
     with pytest.raises(StateError, match="closed"):
         cache.keep("best")
+    with tiered(tmp_path / "s", passes) as cache:
+        registered(cache, CASE)
+        with pytest.raises(StateError, match=r"dense weights are not those of the rows .*: call cache.restore\(\)"):
+            cache.keep("best")
 
 
 def test_a_loop_that_was_left_after_a_whole_pass_is_not_kept(tmp_path: Path, passes: tc.PassDataset) -> None:

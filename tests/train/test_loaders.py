@@ -256,6 +256,32 @@ def test_masked_keys_are_refused(value: Any) -> None:
         feature_keys(ONE, {"seen": value}, None)
 
 
+def test_weights_have_the_form_of_their_keys() -> None:
+    """A nested tensor, a pair or values; other offsets and numbers that are not finite are refused."""
+    schema = tc.Schema(features=(tc.Feature(name="a", hotness="ragged"),))
+    offsets = torch.tensor([0, 2, 2, 3])
+    keys = torch.nested.nested_tensor_from_jagged(torch.tensor([7, 8, 9]), offsets)
+    values = torch.tensor([0.5, 1.0, 2.0])
+    nested = torch.nested.nested_tensor_from_jagged(values, offsets)
+    for weights in (values, nested, (values, offsets), (values.numpy(), offsets.numpy()[:-1])):
+        found = feature_keys(schema, {"a": keys}, {"a": weights})[1]["a"].weights
+        assert found is not None
+        assert found.tolist() == [0.5, 1.0, 2.0]
+    with pytest.raises(ValueError, match="the weights of feature 'a' have other offsets than its keys"):
+        feature_keys(schema, {"a": keys}, {"a": (values, torch.tensor([0, 1, 2, 3]))})
+    for bad in (float("nan"), 1e39):
+        with pytest.raises(ValueError, match=r"the weights of feature 'a' have .+ at entry 1: use finite numbers"):
+            feature_keys(schema, {"a": keys}, {"a": np.array([1.0, bad, 1.0])})
+
+
+def test_a_pair_that_torch_made_a_list_is_refused() -> None:
+    """It was read as two samples: the values and the offsets."""
+    schema = tc.Schema(features=(tc.Feature(name="a", hotness="ragged"),))
+    (item,) = DataLoader([{"a": (torch.tensor([7, 8]), torch.tensor([0, 1]))}], batch_size=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"the keys of feature 'a' are a list of two tensors, which is a pair"):
+        feature_keys(schema, item, None)
+
+
 def test_one_tensor_has_a_column_for_each_feature() -> None:
     schema = tc.Schema(features=tuple(tc.Feature(name=n, table="t") for n in "abc"), tables=FORMS.tables, label="y")
     for keys in (torch.arange(12).view(4, 3), np.arange(12).reshape(4, 3)):

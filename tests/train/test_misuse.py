@@ -1,11 +1,11 @@
 """Calls at the wrong moment and lookups of missing keys raise one clear error, and the store keeps its commit."""
 
-from __future__ import annotations
-
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,62 +14,44 @@ import tiercache as tc
 from tests.train.cases import Net, open_store, registered, tiered
 from tests.train.test_bad_input import CASE, one_sentence, store, trained
 from tiercache.errors import BudgetError, StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tiercache.train.cache import TierCache
+from tiercache.train.cache import TierCache
 
 __all__ = ["store", "trained"]  # fixtures
 
 
 @pytest.fixture
 def cache(store: tc.Store, passes: tc.PassDataset) -> Iterator[TierCache]:
-    """A cache on a store after one epoch of three passes."""
     with tiered(store, passes) as cache:
         yield cache
 
 
-class Loop:
-    """A training of a cache; everything begins on demand."""
+@pytest.fixture(params=["tiered", "resident"])
+def either(request: pytest.FixtureRequest, passes: tc.PassDataset) -> Any:
+    """A cache of either kind."""
+    return tc.InMemoryCache(passes) if request.param == "resident" else request.getfixturevalue("cache")
 
+
+class Loop:
     def __init__(self, cache: TierCache) -> None:
         self.cache, self.schema, self.passes = cache, cache.schema, cache.passes(epochs=2)
         self.model, self.optimizer = registered(cache, CASE)
 
     def begin(self) -> tc.Pass:
-        """Begin the next pass."""
         return next(self.passes)
 
     def batch(self) -> tc.Batch:
-        """Begin the next pass and return its first batch."""
         return next(self.begin().batches(16))
 
     def bag(self, weights: dict[str, torch.Tensor], **mode: str) -> None:
-        """Look feature f up with weights."""
         bag = tc.EmbeddingBagCollection(self.schema, ["f"], **mode).requires_grad_(False)
         bag(self.batch(), weights=weights)
 
     def step(self, **rates: float) -> None:
-        """Train a batch with these rates of tables."""
         batch = self.batch()
         for table in self.cache.optimizer.rows.param_groups:
             table["lr"] = rates.get(table["table"], table["lr"])
         self.model(batch).sum().backward()
         self.optimizer.step()
-
-    def after_its_pass(self) -> None:
-        """Look a batch up after the loop was left, which ends the pass and drops its training."""
-        batch = self.batch()
-        self.passes.close()
-        self.model(batch)
-
-    def twice(self) -> None:
-        """Begin a second loop over the passes, then continue with the first."""
-        self.begin()
-        next(self.cache.passes(epochs=2))
-        self.begin()
 
 
 MODULES = (tc.EmbeddingBagCollection, tc.EmbeddingCollection)
@@ -84,8 +66,11 @@ MODULES = (tc.EmbeddingBagCollection, tc.EmbeddingCollection)
             lambda w: (w.model(w.batch()).sum().backward(), w.cache.commit()),
             StateError, ["between backward and step", "zero_grad()"],
         ),
-        (lambda w: w.after_its_pass(), RuntimeError, ["has ended"]),
-        (lambda w: w.twice(), StateError, ["replaced by a newer one", "one loop at a time"]),
+        (lambda w: (batch := w.batch(), w.passes.close(), w.model(batch)), RuntimeError, ["has ended"]),
+        (
+            lambda w: (w.begin(), next(w.cache.passes(epochs=2)), w.begin()),
+            StateError, ["replaced by a newer one", "one loop at a time"],
+        ),
         *((lambda w, m=m: m(w.schema, ["f", "typo"]), ValueError, ["no feature 'typo'", "f, g, h"]) for m in MODULES),
         *((lambda w, m=m: m(w.schema, ["f", "f"]), ValueError, ["'f' was given twice"]) for m in MODULES),
         (
@@ -114,42 +99,33 @@ MODULES = (tc.EmbeddingBagCollection, tc.EmbeddingCollection)
 def test_a_call_at_the_wrong_moment_or_of_what_is_not_there_is_refused(
     cache: TierCache, how: Callable[[Loop], object], kind: type[Exception], words: list[str]
 ) -> None:
-    """The error lists what exists, and what to do instead."""
     with one_sentence(kind, *words):
         how(Loop(cache))
 
 
-@pytest.mark.parametrize("resident", [False, True])
-def test_a_step_outside_a_pass_does_nothing(cache: TierCache, passes: tc.PassDataset, resident: bool) -> None:
-    """Dense parameters may be trained before the loop, between two loops and after them, by either optimizer."""
-    trained: Any = tc.InMemoryCache(passes) if resident else cache
-    model, optimizer = registered(trained, CASE)
+def test_a_step_outside_a_pass_does_nothing(either: Any) -> None:
+    model, optimizer = registered(either, CASE)
     for _ in range(2):
-        before, steps = model.top.weight.clone(), trained.optimizer.rows.steps
+        before, steps = model.top.weight.clone(), either.optimizer.rows.steps
         model.top(torch.ones(2, model.top.in_features)).sum().backward()
         optimizer.step()
-        trained.optimizer.step()
+        either.optimizer.step()
         assert not torch.equal(model.top.weight, before)
-        assert trained.optimizer.rows.steps == steps
-        loop = trained.passes(epochs=2)
+        assert either.optimizer.rows.steps == steps
+        loop = either.passes(epochs=2)
         next(loop)
         loop.close()
 
 
 def test_rates_of_a_whole_group_are_taken(cache: TierCache) -> None:
-    """Tables of one row layout step together."""
     Loop(cache).step(a=0.2, b=0.2)
     assert 0.2 in cache.optimizer.rows.learning_rates
 
 
-@pytest.mark.parametrize("resident", [False, True])
-def test_gradients_left_at_the_end_of_a_pass_are_refused(
-    cache: TierCache, passes: tc.PassDataset, resident: bool
-) -> None:
+def test_gradients_left_at_the_end_of_a_pass_are_refused(either: Any) -> None:
     """Dense gradients would carry over into the next pass, but gradients of rows would not."""
-    trained: Any = tc.InMemoryCache(passes) if resident else cache
-    model, _ = registered(trained, CASE)
-    loop = trained.passes(epochs=2)
+    model, _ = registered(either, CASE)
+    loop = either.passes(epochs=2)
     batch = next(next(loop).batches(16))
     model(batch).sum().backward()
     with one_sentence(StateError, "between backward and step", "step the optimizer", "zero_grad()"):
@@ -159,11 +135,11 @@ def test_gradients_left_at_the_end_of_a_pass_are_refused(
 @pytest.mark.parametrize("resident", [False, True])
 def test_a_forgotten_track_is_refused_at_the_second_lookup(passes: tc.PassDataset, resident: bool) -> None:
     """Not at the end of the pass: the optimizer steps, but rows would not."""
-    trained: Any = tc.InMemoryCache(passes) if resident else tiered(open_store(passes.path, CASE, "memory"), passes)
-    model = Net(trained, CASE)
-    trained.register(model=model)
+    cache = tc.InMemoryCache(passes) if resident else tiered(open_store(passes.path, CASE, "memory"), passes)
+    model = Net(cache, CASE)
+    cache.register(model=model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop = trained.passes(epochs=2)
+    loop = cache.passes(epochs=2)
     batches = next(loop).batches(16)
     model(next(batches)).sum().backward()
     optimizer.step()
@@ -172,20 +148,17 @@ def test_a_forgotten_track_is_refused_at_the_second_lookup(passes: tc.PassDatase
         model(batch)
     with torch.no_grad():
         model(batch)  # leaves no gradients
-    trained.optimizer.step()
+    cache.optimizer.step()
     for batch in batches:  # rows are stepped by hand, also every other batch
         model(batch).sum().backward()
         model(batch).sum().backward()
-        trained.optimizer.step()
+        cache.optimizer.step()
     loop.close()
-    trained.close()
+    cache.close()
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_a_model_of_rows_alone_accumulates_gradients_from_the_first_step(
-    passes: tc.PassDataset, resident: bool
-) -> None:
-    """It has no optimizer to pass. A pass without any step is refused at its end."""
+def test_a_model_of_rows_alone_accumulates_gradients_at_once(passes: tc.PassDataset, resident: bool) -> None:
     store = open_store(passes.path, CASE, "memory")
     model = tc.EmbeddingBagCollection(passes.schema)
     trained: Any = tc.InMemoryCache(passes, model=model) if resident else tiered(store, passes, model=model)
@@ -201,10 +174,7 @@ def test_a_model_of_rows_alone_accumulates_gradients_from_the_first_step(
     trained.close()
 
 
-def test_a_second_cache_on_a_store_in_training_is_refused(
-    cache: TierCache, store: tc.Store, passes: tc.PassDataset
-) -> None:
-    """Both would commit to it; when the first has ended, or is closed, the store is free."""
+def test_a_second_cache_on_a_store_is_refused(cache: TierCache, store: tc.Store, passes: tc.PassDataset) -> None:
     registered(cache, CASE)
     with tiered(store, passes) as other:
         registered(other, CASE)
@@ -215,12 +185,9 @@ def test_a_second_cache_on_a_store_in_training_is_refused(
         with one_sentence(StateError, "is being trained by another TierCache"):
             tiered(store, passes)
         loop.close()
-        loop = other.passes(epochs=2)
-        next(loop)
+        next(other.passes(epochs=2))
         other.close()
-    loop = cache.passes(epochs=2)
-    next(loop)
-    loop.close()
+    next(cache.passes(epochs=2))
 
 
 def test_a_batch_is_refused_after_its_pass_ended(store: tc.Store, passes: tc.PassDataset) -> None:
@@ -249,7 +216,6 @@ def test_a_loop_left_open_is_silent_when_the_store_is_closed(passes: tc.PassData
 
 
 def test_a_cache_closes_after_its_store(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """In any order of closing, threads end and nothing is raised."""
     before = set(threading.enumerate())
     store = tc.Store.open(tmp_path / "other.tc", tables=CASE.tables)
     cache = tiered(store, passes)
@@ -270,7 +236,6 @@ def test_a_dropped_loop_that_the_reader_collects_holds_nobody_up(cache: TierCach
 
 
 def test_a_slice_of_evaluation_is_refused_after_it_ended(cache: TierCache, passes: tc.PassDataset) -> None:
-    """Its rows are gone when the next slice is requested."""
     model, _ = registered(cache, CASE)
     cache.restore()
     slices = cache.evaluate(passes)
@@ -281,14 +246,12 @@ def test_a_slice_of_evaluation_is_refused_after_it_ended(cache: TierCache, passe
 
 
 def test_an_evaluation_budget_below_the_rows_of_one_sample_is_refused(store: tc.Store, passes: tc.PassDataset) -> None:
-    """The error names the sample, the bytes of its rows, and the budget."""
     with tiered(store, passes, eval_budget=30) as cache, one_sentence(BudgetError, "sample", "eval_budget", "raise"):
         list(cache.evaluate(passes))
 
 
 @pytest.mark.parametrize("epochs", [-1, 1.0, "1", None])
 def test_what_is_no_number_of_epochs_is_refused(cache: TierCache, passes: tc.PassDataset, epochs: Any) -> None:
-    """With rows in tiers or in memory; 0 is valid."""
     for one in (cache, tc.InMemoryCache(passes)):
         with one_sentence(ValueError, f"epochs is {epochs!r}"):
             next(one.passes(epochs))
@@ -297,7 +260,6 @@ def test_what_is_no_number_of_epochs_is_refused(cache: TierCache, passes: tc.Pas
 
 @pytest.mark.parametrize("name", [field.name for field in fields(tc.TierCacheOptions)])
 def test_an_argument_that_moved_to_the_options_says_so(passes: tc.PassDataset, name: str) -> None:
-    """With or without a store; other unknown arguments raise Python's usual error."""
     for make in (partial(tc.TierCache, "model.tc", passes), partial(tc.InMemoryCache, passes)):
         with one_sentence(TypeError, f"options=tc.TierCacheOptions({name}=...)"):
             make(**{name: None})
@@ -307,13 +269,11 @@ def test_an_argument_that_moved_to_the_options_says_so(passes: tc.PassDataset, n
 
 @pytest.mark.parametrize("name", ["comm_dtype", "on_nonfinite"])
 def test_an_unknown_word_in_the_options_is_refused(name: str) -> None:
-    """When they are created; the error lists the valid values."""
     with one_sentence(ValueError, f"unknown {name} 'int8': expected one of '"):
         tc.TierCacheOptions(**{name: "int8"})
 
 
 def test_a_cache_is_shown_with_its_store_and_its_place(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """For a notebook: the pass at which a new loop begins, or that it is closed."""
     with tiered(tmp_path / "s.tc", passes) as cache:
         assert repr(cache) == f"<TierCache: the store {tmp_path / 's.tc'}, next pass 0>"
         for p in cache.passes(epochs=1):

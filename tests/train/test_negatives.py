@@ -1,8 +1,6 @@
 """p.sample: negatives drawn from the keys of the pass, with their counts and probabilities."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,13 +12,9 @@ from tests.train.test_bad_input import one_sentence
 from tiercache.data.raw_batch import OOV_KEY
 from tiercache.train.negatives import NegativeSampler
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    """Key sets of the clicks."""
     return record(tmp_path_factory.mktemp("recorded") / "keys")
 
 
@@ -32,7 +26,6 @@ def rare(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
 
 @pytest.mark.parametrize("by", ["uniform", "count"])
 def test_each_key_is_drawn_with_its_probability(rare: tc.PassDataset, by: str) -> None:
-    """Within five standard deviations; the shared row of rare keys is never drawn."""
     one, num_keys = rare.passes[0], 200_000
     assert OOV_KEY in one.keys("user")
     drawn = NegativeSampler(one, 0, 0).draw("user", num_keys, by, 0, torch.device("cpu"))  # type: ignore[arg-type]
@@ -50,7 +43,6 @@ def test_each_key_is_drawn_with_its_probability(rare: tc.PassDataset, by: str) -
 
 
 def test_draws_follow_from_seed_pass_samples_and_call(data: tc.PassDataset) -> None:
-    """Changing any of them draws other keys; the same ones draw the same keys."""
     device = torch.device("cpu")
 
     def draw(seed: int, index: int, samples: int, calls: int = 1) -> list[int]:
@@ -86,7 +78,6 @@ def test_a_resumed_pass_draws_the_negatives_of_one_that_was_not_stopped(tmp_path
 
 
 def test_wrong_arguments_are_refused(data: tc.PassDataset) -> None:
-    """The error says what is valid."""
     sampler = NegativeSampler(data.passes[0], 0, 0)
     with one_sentence(ValueError, "invalid by 'rank'", "'uniform' or 'count'"):
         sampler.draw("item", 1, "rank", 0, torch.device("cpu"))  # type: ignore[arg-type]
@@ -96,7 +87,6 @@ def test_wrong_arguments_are_refused(data: tc.PassDataset) -> None:
 
 
 def test_a_table_without_keys_in_the_pass_has_no_negatives(tmp_path: Path) -> None:
-    """There is nothing to draw."""
     tables = [tc.Table(name=name, dim=2, optimizer=tc.optim.SGD(learning_rate=0.1)) for name in "ab"]
     written = tc.write_key_sets(tmp_path / "keys", tables, [{"a": [1, 2]}])
     with one_sentence(ValueError, "pass 4 has no keys of table 'b'"):

@@ -1,10 +1,10 @@
 """The first batches of the next pass are made while a pass trains, and do not commit it to anything."""
 
-from __future__ import annotations
-
 import gc
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,16 +19,11 @@ from tiercache.data.sub_dataset import SubDataset
 from tiercache.errors import DatasetError
 from tiercache.train.batches import sample_order
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 CASE = ahead.CASE
 
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    """No thread outlives its cache, whatever a test does."""
     yield
     gc.collect()
     wait_for(lambda: not threads())
@@ -80,9 +75,7 @@ def read_by(patch: pytest.MonkeyPatch, change: Any = None) -> list[tuple[int, in
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_first_batches_of_the_next_pass_are_made_while_a_pass_trains(
-    passes: tc.PassDataset, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_next_batches_are_made_early(passes: tc.PassDataset, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that are made ahead, with the ids of modules in place; each batch is made once, on the same threads."""
     seen = read_by(monkeypatch)
     cache = resident(passes, device=DEVICES[device]())
@@ -104,7 +97,6 @@ def test_the_first_batches_of_the_next_pass_are_made_while_a_pass_trains(
 
 
 def test_batches_that_were_begun_are_dropped_if_others_are_asked_for(passes: tc.PassDataset) -> None:
-    """Another size, another order, or a skipped pass: the requested batches are yielded."""
     cache = resident(passes, device=shim())
     loop = cache.passes(epochs=3)
     asked = [(10, False), (10, True), (16, True), (16, True)]
@@ -121,9 +113,7 @@ def test_batches_that_were_begun_are_dropped_if_others_are_asked_for(passes: tc.
     cache.close()
 
 
-def test_an_error_in_a_batch_of_the_next_pass_is_raised_there(
-    passes: tc.PassDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_next_pass_is_raised_there(passes: tc.PassDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """The previous pass trains to its end, though the batch was already made."""
 
     def refuse(index: int, _: int) -> None:

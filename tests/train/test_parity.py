@@ -1,14 +1,13 @@
 """Tiered training equals training in memory, bit for bit."""
 
-from __future__ import annotations
-
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,9 +39,6 @@ from tiercache.errors import StateError
 from tiercache.store.bits import nearest
 from tiercache.store.row_codec import initial_rows
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 OPTIMIZERS = [
     tc.optim.SGD(learning_rate=0.1, decay=0.01),
     tc.optim.Adagrad(learning_rate=0.1, initial_accumulator=0.1),
@@ -65,14 +61,8 @@ DTYPES = ("float32", "float32", "bfloat16", "float16")
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(("device", "engine"), [("cpu", "memory"), ("cuda", "lmdb")])
 @pytest.mark.parametrize(("optimizer", "initializer"), list(zip(OPTIMIZERS, cycle(INITIALIZERS))))
-def test_tiered_training_ends_with_the_bits_of_training_in_memory(
-    tmp_path: Path, device: str, engine: str, optimizer: Any, initializer: Any
-) -> None:
-    """Rows, optimizer state and dense weights; two groups, four ways of pooling.
-
-    On CUDA as on the CPU within 1e-5, and on the shim, whose dense layers are the CPU's, to the last bit, as no row has
-    more than 256 entries in a step.
-    """
+def test_tiers_end_as_memory_does(tmp_path: Path, device: str, engine: str, optimizer: Any, initializer: Any) -> None:
+    """On the shim, whose dense layers are the CPU's, to its last bit: no row has more than 256 entries in a step."""
     case = Case(
         tables=(table("a", 8, optimizer, initializer), table("b", 3, optimizer, initializer)), specs=SPECS,
         num_samples=128, pass_rows=32,
@@ -160,7 +150,6 @@ def test_rows_of_16_bits_end_with_the_bits_of_training_in_memory(
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any]]:
-    """Draw a whole training and its tiers."""
     num_tables = draw(st.integers(1, 3))
     dims = st.one_of(st.integers(1, 20), st.sampled_from([31, 32, 33, 64, 65, 127, 128, 130]))
     tables = tuple(
@@ -245,7 +234,6 @@ def interrupted(
 @example(resumed_in_a_seeded_order())
 @given(cases())
 def test_budgets_engines_commits_and_restarts_change_no_bit(drawn: tuple[Case, dict[str, Any]]) -> None:
-    """For any budgets, engine, commits and a restart in the middle, the bits equal those in memory."""
     case, how = drawn
     with tempfile.TemporaryDirectory() as folder:
         passes = case.cut(Path(folder) / "passes")
@@ -255,7 +243,6 @@ def test_budgets_engines_commits_and_restarts_change_no_bit(drawn: tuple[Case, d
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(), st.sampled_from(("forward", "reversed", "random")))
 def test_budgets_commits_and_restarts_on_cuda_change_no_bit(drawn: tuple[Case, dict[str, Any]], order: str) -> None:
-    """The same bits as in memory on CUDA, and nearly the CPU's."""
     case, how = replace(drawn[0], num_samples=64, pass_rows=16), drawn[1]
     with tempfile.TemporaryDirectory() as folder:
         passes = case.cut(Path(folder) / "passes")
@@ -268,7 +255,7 @@ def test_budgets_commits_and_restarts_on_cuda_change_no_bit(drawn: tuple[Case, d
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(), st.lists(st.integers(1, 6), min_size=2, max_size=2, unique=True))
 def test_aligned_cuts_of_the_same_samples_end_with_the_same_bits(drawn: tuple[Case, Any], cuts: list[int]) -> None:
-    """With any tables, optimizers, hotness, accumulation and commits; steps end where passes may."""
+    """Steps end where passes may."""
     case = replace(drawn[0], shuffle=False, order_seed=None)
     with tempfile.TemporaryDirectory() as folder:
         results, place = [], Path(folder)
@@ -281,11 +268,12 @@ def test_aligned_cuts_of_the_same_samples_end_with_the_same_bits(drawn: tuple[Ca
         assert_same_bits(*results)
 
 
+ONE_TABLE = Case(tables=(table("a", 16),), specs=(Spec(name="f", table="a"),))
+
+
 def test_nothing_moves_after_draining(tmp_path: Path) -> None:
-    """Every dump is durable and the next pass is staged, until the pass ends."""
-    case = Case(tables=(table("a", 16),), specs=(Spec(name="f", table="a"),))
-    passes = case.cut(tmp_path / "passes")
-    with tc.Store.open(tmp_path / "model.tc", tables=case.tables) as store, tiered(store, passes) as cache:
+    passes = ONE_TABLE.cut(tmp_path / "passes")
+    with open_store(tmp_path / "model.tc", ONE_TABLE, "lmdb") as store, tiered(store, passes) as cache:
         loop = cache.passes(epochs=2)
         for _ in range(2):
             next(loop).skip()
@@ -300,46 +288,40 @@ def test_nothing_moves_after_draining(tmp_path: Path) -> None:
 
 def test_a_pass_goes_on_in_the_order_of_its_commit_or_not_at_all(tmp_path: Path) -> None:
     """With another seed or without shuffling, samples would be trained twice or never."""
-    case = Case(tables=(table("a", 16),), specs=(Spec(name="f", table="a"),))
-    passes = case.cut(tmp_path / "passes")
-    with tc.Store.open(tmp_path / "model.tc", tables=case.tables) as store:
+    passes = ONE_TABLE.cut(tmp_path / "passes")
+    with open_store(tmp_path / "model.tc", ONE_TABLE, "lmdb") as store:
         with tiered(store, passes, seed=3) as cache:
-            loop = cache.passes(epochs=1)
-            bag = tc.EmbeddingBagCollection(passes.schema).requires_grad_(False)
-            bag(next(next(loop).batches(16, shuffle=True)))
+            p = next(_loop := cache.passes(epochs=1))
+            tc.EmbeddingBagCollection(passes.schema).requires_grad_(False)(next(p.batches(16, shuffle=True)))
             cache.commit()
         for seed, shuffle in ((3, False), (4, True)):
             with tiered(store, passes, seed=seed) as cache:
-                loop = cache.passes(epochs=1)
-                p = next(loop)
+                p = next(_loop := cache.passes(epochs=1))
                 with pytest.raises(StateError, match=r"is after 16 samples in the order .*'seed': 3"):
                     next(p.batches(16, shuffle=shuffle))
         with tiered(store, passes, seed=3) as cache:
-            loop = cache.passes(epochs=1)
-            rest = list(next(loop).batches(8, shuffle=True))
-            assert sum(batch.num_samples for batch in rest) == case.pass_rows - 16
+            p = next(_loop := cache.passes(epochs=1))
+            assert sum(batch.num_samples for batch in p.batches(8, shuffle=True)) == ONE_TABLE.pass_rows - 16
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("join", ["add", "cat"])
 def test_two_modules_in_one_step_add_their_gradients(tmp_path: Path, mode: str, join: str) -> None:
-    """Autograd may pass both the same memory: each counts all the same."""
     specs = (Spec(name="f", table="a", hotness="ragged", mode=mode), Spec(name="g", table="a", mode=mode))
     case = Case(tables=(table("a", 16, tc.optim.SGD(learning_rate=0.5)),), specs=specs, shuffle=False)
     passes = case.cut(tmp_path / "passes")
     results = []
     for modules in (1, 2):
         cache = resident(passes)
-        bags = [tc.EmbeddingBagCollection(cache.schema, mode=mode) for _ in range(modules)]
+        one, two = (tc.EmbeddingBagCollection(cache.schema, mode=mode) for _ in range(2))
         for p in cache.passes(epochs=1):
             for batch in p.batches(16):
-                outs = [bag(batch) for bag in bags]
                 if modules == 1:
-                    loss = 2 * outs[0].square().sum()
+                    loss = 2 * one(batch).square().sum()
                 elif join == "add":
-                    loss = (outs[0] + outs[1]).square().sum() / 2
+                    loss = (one(batch) + two(batch)).square().sum() / 2
                 else:
-                    loss = torch.cat(outs).square().sum()
+                    loss = torch.cat([one(batch), two(batch)]).square().sum()
                 loss.backward()
                 cache.optimizer.step()
         results.append(cache.fields("a")[0].copy())

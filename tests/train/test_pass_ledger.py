@@ -1,9 +1,8 @@
 """A pass is committed as trained only if its batches were trained; anything else is an error unless requested."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +14,6 @@ from tests.train.cases import Case, Net, Spec, open_store, table, tiered
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import StateError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 CASE = Case(
     tables=(table("a", 4, tc.optim.SGD(learning_rate=0.1)), table("b", 6)),
     specs=(Spec(name="f", table="a", hotness="ragged"), Spec(name="g", table="b")),
@@ -27,31 +23,32 @@ CASE = Case(
 
 
 class Training:
-    """A cache with its model and optimizer, and ways of training it."""
-
     def __init__(self, cache: Any, store: tc.Store | None) -> None:
         torch.manual_seed(1)
         self.cache, self.store = cache, store
         self.model = Net(cache, CASE)
         cache.register(model=self.model, optimizer=torch.optim.SGD(self.model.parameters(), lr=0.05))
-        self.optimizer = self.registered = cache.optimizer
+        self.optimizer = cache.optimizer
+        self.registered = self.optimizer
 
     def passes(self) -> Iterator[tc.Pass]:
-        """Begin a loop."""
         return self.cache.passes(epochs=1)
 
+    def run(self, call: Callable[[tc.Batch], object] | None = None) -> None:
+        """Call a function with each batch; by default train it."""
+        for p in self.passes():
+            for batch in p.batches(16):
+                (call or self.step)(batch)
+
     def step(self, batch: tc.Batch) -> None:
-        """Train a batch."""
         self.backward(batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def backward(self, batch: tc.Batch) -> None:
-        """Compute gradients."""
         nn.functional.binary_cross_entropy_with_logits(self.model(batch), batch.label).backward()
 
     def no_grad(self, batch: tc.Batch) -> torch.Tensor:
-        """Look a batch up without gradients."""
         with torch.no_grad():
             return self.model(batch)
 
@@ -69,7 +66,6 @@ class Training:
 
 @pytest.fixture(params=["tiered", "resident"])
 def training(request: pytest.FixtureRequest, passes: tc.PassDataset) -> Iterator[Training]:
-    """A training with either kind of cache, not begun yet."""
     if request.param == "resident":
         cache = tc.InMemoryCache(passes)
         yield Training(cache, None)
@@ -82,8 +78,6 @@ def training(request: pytest.FixtureRequest, passes: tc.PassDataset) -> Iterator
 
 
 def train_but(number: int, skip: int, how: str = "continue") -> Callable[[Training], None]:
-    """Return a loop that skips a batch of a pass."""
-
     def run(t: Training) -> None:
         for p in t.passes():
             for i, batch in enumerate(p.batches(16)):
@@ -99,37 +93,15 @@ def train_but(number: int, skip: int, how: str = "continue") -> Callable[[Traini
 
 
 def other_optimizer(t: Training) -> None:
-    """Train with an optimizer that the cache was not given."""
     t.optimizer = torch.optim.SGD(t.model.parameters(), lr=0.05)
-    train(t)
-
-
-def other_model(t: Training) -> None:
-    """Train a model that the cache was not given, frozen for its rows or not."""
-    t.model = Net(t.cache, CASE)
-    other_optimizer(t)
-
-
-def train(t: Training) -> None:
-    """Train all batches."""
-    for p in t.passes():
-        for batch in p.batches(16):
-            t.step(batch)
+    t.run()
 
 
 def every_batch(call: Callable[[Training, tc.Batch], object]) -> Callable[[Training], None]:
-    """Return a loop that calls a function with each batch."""
-
-    def run(t: Training) -> None:
-        for p in t.passes():
-            for batch in p.batches(16):
-                call(t, batch)
-
-    return run
+    return lambda t: t.run(lambda batch: call(t, batch))
 
 
 def two_rounds(t: Training, sizes: tuple[int, int] = (16, 16)) -> None:
-    """Train each pass twice."""
     for p in t.passes():
         for size in sizes:
             for batch in p.batches(size):
@@ -137,7 +109,6 @@ def two_rounds(t: Training, sizes: tuple[int, int] = (16, 16)) -> None:
 
 
 def micro(t: Training, upto: int) -> None:
-    """Train some micro-batches of each batch."""
     for p in t.passes():
         for parts in p.steps(32, micro_batches=4):
             for part in islice(parts, upto):
@@ -147,14 +118,12 @@ def micro(t: Training, upto: int) -> None:
 
 
 def left_loader(t: Training) -> None:
-    """Leave a loader of raw keys before it ends."""
     for p in t.passes():
         for batch in islice(p.wrap([raw_keys(p)] * 4, dict), 2):
             t.step(batch)
 
 
 def raw_keys(p: tc.Pass, count: int = 5) -> dict[str, Any]:
-    """Return the arguments of ``Pass.batch``."""
     found = {name: np.array(p.source.keys(name)[:count]) for name in "ab"}
     keys = {"f": (found["a"], np.arange(found["a"].size)), "g": found["b"]}
     return {"keys": keys, "label": np.ones(count, np.float32), "dense": np.ones((count, 1), np.float32)}
@@ -194,31 +163,24 @@ WRONG: dict[str, tuple[Callable[[Training], object], list[str], int]] = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_pass_that_was_not_trained_is_refused_and_not_committed(training: Training, what: str) -> None:
-    """The error names the pass and how much of it was trained; the next loop begins with that pass."""
     run, words, begins = WRONG[what]
     with one_sentence(StateError, *words, *([] if "round" in what else ["p.skip()", "p.stop()"])):
         run(training)
     assert training.committed == (begins, 0)
     training.optimizer = training.registered
-    train(training)
+    training.run()
     assert training.committed == (3, 0)
 
 
 def test_a_model_that_the_cache_was_not_given_trains_no_pass_in_memory(passes: tc.PassDataset) -> None:
     """A notebook cell that creates model and optimizer again."""
     training = Training(tc.InMemoryCache(passes), None)
+    training.model = Net(training.cache, CASE)
     with one_sentence(StateError, "pass 0", "4 batches", "no optimizer of this cache"):
-        other_model(training)
-
-
-def clip_nothing(t: Training, batch: tc.Batch) -> None:
-    """Drop every gradient."""
-    t.backward(batch)
-    t.optimizer.zero_grad()
+        other_optimizer(training)
 
 
 def overflow(t: Training) -> None:
-    """Make a GradScaler skip all steps."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
     for p in t.passes():
         for batch in p.batches(16):
@@ -229,13 +191,11 @@ def overflow(t: Training) -> None:
 
 
 def frozen(t: Training) -> None:
-    """Train the dense part alone."""
     t.model.bag.requires_grad_(False)
-    train(t)
+    t.run()
 
 
 def frozen_without_gradients(t: Training, batch: tc.Batch) -> None:
-    """Train the dense part over vectors that were looked up under ``no_grad``."""
     with torch.no_grad():
         vectors = t.model.bag(batch)
     t.model.top(torch.cat([vectors, batch.dense], dim=1)).sum().backward()
@@ -258,7 +218,6 @@ def ended_loader(t: Training) -> None:
 
 
 def one_ahead(t: Training) -> None:
-    """Fetch a batch before the last one is trained."""
     last = None
     for p in t.passes():
         for batch in p.batches(16):
@@ -270,14 +229,7 @@ def one_ahead(t: Training) -> None:
     t.cache.close()
 
 
-def preview(t: Training, batch: tc.Batch) -> None:
-    """Look a batch up without gradients before it is trained."""
-    t.no_grad(batch)
-    t.step(batch)
-
-
 def skip_after(t: Training) -> None:
-    """Leave the last batch out and skip the pass."""
     for p in t.passes():
         for i, batch in enumerate(p.batches(16)):
             if i < 3:
@@ -296,12 +248,12 @@ def max_steps(t: Training) -> None:
 
 
 RIGHT: dict[str, Callable[[Training], object]] = {
-    "plain": train,
+    "plain": Training.run,
     "frozen modules": frozen,
     "frozen by no_grad": every_batch(frozen_without_gradients),
     "frozen by detach": every_batch(lambda t, b: (t.model.top(torch.cat([t.model.bag(b).detach(), b.dense], 1))
                                                   .sum().backward(), t.optimizer.step())),
-    "gradients dropped": every_batch(clip_nothing),
+    "gradients dropped": every_batch(lambda t, b: (t.backward(b), t.optimizer.zero_grad())),
     "gradients dropped by the optimizer of rows": every_batch(
         lambda t, b: (t.backward(b), t.cache.optimizer.zero_grad(), t.optimizer.zero_grad())),
     "steps skipped by a scaler": overflow,
@@ -309,7 +261,7 @@ RIGHT: dict[str, Callable[[Training], object]] = {
     "no batch in a loader": empty_loader,
     "no batch by hand": ended_loader,
     "a batch ahead": one_ahead,
-    "a preview": every_batch(preview),
+    "a preview": every_batch(lambda t, b: (t.no_grad(b), t.step(b))),
     "micro-batches": lambda t: micro(t, 4),
     "skipped": lambda t: [p.skip() for p in t.passes()],
     "skipped after its batches": skip_after,
@@ -319,7 +271,6 @@ RIGHT: dict[str, Callable[[Training], object]] = {
 
 @pytest.mark.parametrize("what", RIGHT)
 def test_a_pass_whose_loop_did_what_it_may_is_committed(training: Training, what: str) -> None:
-    """Frozen tables, dropped gradients, skipped steps, loaders without a batch, and explicit skips."""
     RIGHT[what](training)
     assert training.committed == (3, 0)
 
@@ -344,12 +295,11 @@ def test_a_loop_that_is_left_commits_nothing_more(training: Training, at: tuple[
             loop.close()  # type: ignore[attr-defined]
     assert steps == 4 * at[0] + at[1] + 1
     assert training.committed == (at[0], 0)
-    train(training)
+    training.run()
     assert training.committed == (3, 0)
 
 
 def test_a_pass_that_is_stopped_keeps_what_was_committed_inside(passes: tc.PassDataset) -> None:
-    """Training resumes after that commit."""
     with open_store(passes.path, CASE, "memory") as store:
         with tiered(store, passes) as cache:
             training = Training(cache, store)
@@ -363,26 +313,19 @@ def test_a_pass_that_is_stopped_keeps_what_was_committed_inside(passes: tc.PassD
         assert training.committed == (0, 32)
 
 
-def test_a_last_pass_that_was_not_trained_is_refused_when_the_cache_closes(passes: tc.PassDataset) -> None:
+def test_a_last_pass_that_was_not_trained_is_refused_when_the_cache_closes(training: Training) -> None:
     """Until then a loop that fetches ahead may train it."""
-    for make in (lambda store: tiered(store, passes), lambda _: tc.InMemoryCache(passes)):
-        with open_store(passes.path, CASE, "memory") as store:
-            cache = make(store)
-            training = Training(cache, store)
-            for p in training.passes():
-                for batch in p.batches(16):
-                    if p.index < 2:
-                        training.step(batch)
-            with one_sentence(StateError, "pass 2", "0 of its 4 batches"):
-                cache.close()
-            assert training.committed[0] in (0, 2)
+    for p in training.passes():
+        for batch in p.batches(16):
+            if p.index < 2:
+                training.step(batch)
+    with one_sentence(StateError, "pass 2", "0 of its 4 batches"):
+        training.cache.close()
+    assert training.committed[0] in (0, 2)
 
 
 @pytest.mark.parametrize("call", [tc.Pass.skip, tc.Pass.stop], ids=["skip", "stop"])
-def test_a_pass_that_has_ended_is_neither_skipped_nor_stopped(
-    training: Training, call: Callable[[tc.Pass], None]
-) -> None:
-    """For a pass whose iterator was not kept, the error says so, with its samples."""
+def test_an_ended_pass_is_neither_skipped_nor_stopped(training: Training, call: Callable[[tc.Pass], None]) -> None:
     p = next(training.passes())
     with one_sentence(RuntimeError, "pass 0", "0 of its 64 samples", "was not kept"):
         call(p)
@@ -391,7 +334,6 @@ def test_a_pass_that_has_ended_is_neither_skipped_nor_stopped(
 
 
 def test_a_pass_that_was_left_makes_no_raw_batches(training: Training) -> None:
-    """After ``skip`` or ``stop``."""
     for p in training.passes():
         p.stop()
         with one_sentence(StateError, "pass 0", "no more batches"):

@@ -1,10 +1,10 @@
 """p.loader: a pass is trained on exactly its samples, from the user's own dataset, in an order that resumes."""
 
-from __future__ import annotations
-
 import random
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,43 +13,24 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import tiercache as tc
-from tests.train.recorded import (
-    BATCH,
-    ITEMS,
-    SAMPLES,
-    Clicks,
-    Step,
-    indices,
-    loader,
-    opened,
-    record,
-    result,
-    torch_step,
-)
+from tests.train.recorded import BATCH, ITEMS, SAMPLES, Clicks, indices, loader, opened, record, result, torch_step
 from tests.train.test_bad_input import one_sentence
 from tests.train.test_recorded_key_sets import Numbers
 from tiercache.errors import DatasetError, StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+from tiercache.train.loader_batches import made_batches
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    """Key sets of the clicks, in shuffled order."""
     return record(tmp_path_factory.mktemp("recorded") / "keys", loader(shuffle=True))
 
 
 @pytest.fixture(scope="module")
 def in_order(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    """Key sets of the clicks, in order."""
     return record(tmp_path_factory.mktemp("recorded") / "keys")
 
 
 class Indices(Dataset[Any]):
-    """A dataset whose samples are their indices, and a random number."""
-
     def __len__(self) -> int:
         return SAMPLES
 
@@ -58,7 +39,6 @@ class Indices(Dataset[Any]):
 
 
 def taken(folder: Path, data: tc.PassDataset, dataset: Any, epochs: int = 1, **arguments: Any) -> list[list[Any]]:
-    """Return the batches of each pass, without training."""
     found: list[list[Any]] = []
     with opened(folder, data)[0] as cache:
         for p in cache.passes(epochs=epochs):
@@ -72,62 +52,72 @@ def taken(folder: Path, data: tc.PassDataset, dataset: Any, epochs: int = 1, **a
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_losses_are_those_of_torch_in_memory_with_the_same_batches(
-    tmp_path: Path, data: tc.PassDataset, workers: int
-) -> None:
-    """Over several passes and epochs with a quarter of the tables on the device."""
+def test_losses_are_those_of_torch_with_the_same_batches(tmp_path: Path, data: tc.PassDataset, workers: int) -> None:
     assert len(data) > 5
-    batches, losses = [], []
-    cache, step = opened(tmp_path / "store", data)
-    with cache:
-        for p in cache.passes(epochs=2):
-            for batch in p.loader(Clicks(), BATCH, shuffle=p.epoch == 1, num_workers=workers):
-                batches.append(batch)
-                torch.manual_seed(len(batches))
-                losses.append(step(batch))
+    batches, losses, _ = stopped_after(
+        tmp_path, data, lambda p: p.loader(Clicks(), BATCH, shuffle=p.epoch == 1, num_workers=workers), epochs=2,
+        each=torch.manual_seed,
+    )  # fmt: skip
     assert len(batches) == 2 * SAMPLES // BATCH
-    theirs, expected = torch_step(), []
-    for number, batch in enumerate(batches, 1):
-        torch.manual_seed(number)
-        expected.append(theirs(batch))
+    expected = losses_of_torch(batches)
     np.testing.assert_allclose(losses, expected, atol=1e-6)
     assert max(abs(a - b) for a, b in pairwise(expected)) > 1e-3
+
+
+def losses_of_torch(batches: Iterable[Any]) -> list[float]:
+    """Train the same batches in torch, each with its number as the seed of dropout."""
+    theirs, losses = torch_step(), []
+    for number, batch in enumerate(batches):
+        torch.manual_seed(number)
+        losses.append(theirs(batch))
+    return losses
+
+
+def stopped_after(
+    folder: Path, data: tc.PassDataset, take: Callable[[tc.Pass], Iterable[Any]], *stops: int, epochs: int = 1,
+    each: Callable[[int], object] = lambda count: None,
+) -> tuple[list[Any], list[float], dict[str, Any]]:  # fmt: skip
+    """Train with a stop after each number of batches of a run, committed inside a pass; a new cache goes on.
+
+    Returns the batches that were trained, their losses and the result. ``each``: called with the count of batches
+    before each one.
+    """
+    batches: list[Any] = []
+    losses: list[float] = []
+    for stop in [*stops, 10**9]:
+        first = len(batches)
+        cache, step = opened(folder, data)
+        with cache:
+            for p in cache.passes(epochs=epochs):
+                for batch in take(p):
+                    each(len(batches))
+                    batches.append(batch)
+                    losses.append(step(batch))
+                    if len(batches) - first == stop:
+                        cache.commit()
+                        p.stop()
+                        break
+            found = result(cache, step)
+        torch.rand(3)  # what is between two runs
+    return batches, losses, found
 
 
 def run(
     folder: Path, data: tc.PassDataset, stops: list[int], workers: int = 0, size: int = 15
 ) -> tuple[list[float], dict[str, Any]]:
-    """Train two epochs, with a stop after each number of batches, committed inside a pass; return losses and result."""
-    losses: list[float] = []
+    """Train two epochs whose loop draws random numbers too; return losses and result."""
     torch.manual_seed(9)
-    for stop in [*stops, 10**9]:
-        cache, step = opened(folder, data)
-        count = 0
-        with cache:
-            for p in cache.passes(epochs=2):
-                for batch in p.loader(Clicks(), size, shuffle=True, num_workers=workers):
-                    losses.append(step(batch) + float(torch.rand(())))
-                    count += 1
-                    if count == stop:
-                        cache.commit()
-                        p.stop()
-                        break
-            if stop == 10**9:
-                return losses, result(cache, step)
-        torch.rand(stop)  # what is between two runs
-    raise AssertionError
+    _, losses, found = stopped_after(
+        folder, data, lambda p: p.loader(Clicks(), size, shuffle=True, num_workers=workers), *stops, epochs=2,
+        each=lambda _: torch.rand(()),
+    )  # fmt: skip
+    return losses, found
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_training_that_stops_inside_passes_ends_with_the_same_bits(
-    tmp_path: Path, data: tc.PassDataset, workers: int
-) -> None:
-    """Losses, random numbers of the dataset, of dropout and of the loop, rows and weights."""
-    whole = run(tmp_path / "whole", data, [])
-    stopped = run(tmp_path / "stopped", data, [3, 8, 1, 20], workers)
-    assert stopped[0] == whole[0]
-    assert stopped[1] == whole[1]
+def test_a_training_that_stops_ends_with_the_same_bits(tmp_path: Path, data: tc.PassDataset, workers: int) -> None:
+    assert run(tmp_path / "stopped", data, [3, 8, 1, 20], workers) == run(tmp_path / "whole", data, [])
 
 
 def test_uncommitted_batches_are_trained_again(tmp_path: Path, data: tc.PassDataset) -> None:
@@ -135,28 +125,23 @@ def test_uncommitted_batches_are_trained_again(tmp_path: Path, data: tc.PassData
     whole = run(tmp_path / "whole", data, [], size=10)[1]
     torch.manual_seed(9)
 
-    def die() -> None:
+    def train(dies: bool) -> dict[str, Any]:
         cache, step = opened(tmp_path / "store", data)
         with cache:
             for p in cache.passes(epochs=2):
+                assert p.start_sample == (20 if p.index == 3 and not dies else 0)
                 for number, batch in enumerate(p.loader(Clicks(), 10, shuffle=True)):
-                    step(batch)
                     torch.rand(())
-                    if p.index == 3 and number == 1:
+                    step(batch)
+                    if dies and (p.index, number) == (3, 1):
                         cache.commit()
-                    if p.index == 3 and number == 2:
+                    if dies and (p.index, number) == (3, 2):
                         raise ZeroDivisionError
+            return result(cache, step)
 
     with pytest.raises(ZeroDivisionError):
-        die()
-    cache, step = opened(tmp_path / "store", data)
-    with cache:
-        for p in cache.passes(epochs=2):
-            assert p.start_sample == (20 if p.index == 3 else 0)
-            for batch in p.loader(Clicks(), 10, shuffle=True):
-                step(batch)
-                torch.rand(())
-        assert result(cache, step) == whole
+        train(dies=True)
+    assert train(dies=False) == whole
 
 
 def flat(cache: tc.TierCache, ahead: int) -> Iterator[Any]:
@@ -175,22 +160,22 @@ def test_a_loop_may_take_one_batch_ahead(tmp_path: Path, data: tc.PassDataset, s
     """Also the first one of the next pass: a commit counts the batches that were trained."""
     whole = run(tmp_path / "whole", data, [])[1]
     torch.manual_seed(9)
-    if stop:
+
+    def train(last: int) -> dict[str, Any]:
         cache, step = opened(tmp_path / "store", data)
         with cache:
-            for number, batch in enumerate(flat(cache, 1)):
-                step(batch)
+            for number, batch in enumerate(flat(cache, 1), 1):
                 torch.rand(())
-                if number + 1 == stop:
+                step(batch)
+                if number == last:
                     cache.commit()
-                    break
-    cache, step = opened(tmp_path / "store", data)
-    with cache:
-        for batch in flat(cache, 1):
-            step(batch)
-            torch.rand(())
-        cache.commit()
-        assert result(cache, step) == whole
+                    return {}
+            cache.commit()
+            return result(cache, step)
+
+    if stop:
+        train(stop)
+    assert train(0) == whole
 
 
 def test_a_loop_that_takes_more_batches_ahead_is_refused(tmp_path: Path, data: tc.PassDataset) -> None:
@@ -210,10 +195,7 @@ def steps(cache: tc.TierCache, per_step: int, **options: Any) -> Iterator[list[A
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_trainer_may_take_the_batches_of_a_step_at_once(
-    tmp_path: Path, in_order: tc.PassDataset, shuffle: bool
-) -> None:
-    """With the bits of a loop that takes them one by one; also batches whose recorded lookups are checked."""
+def test_a_trainer_may_take_a_steps_batches_at_once(tmp_path: Path, in_order: tc.PassDataset, shuffle: bool) -> None:
     found = []
     for per_step in (1, 2):
         torch.manual_seed(9)
@@ -228,7 +210,6 @@ def test_a_trainer_may_take_the_batches_of_a_step_at_once(
 
 
 def test_a_batch_of_a_step_that_is_not_trained_is_found(tmp_path: Path, in_order: tc.PassDataset) -> None:
-    """Its recorded lookups are missing."""
     cache, step = opened(tmp_path / "store", in_order)
     with one_sentence(DatasetError, "recorded batch 0 of pass 0", "did not make"), cache:
         for together in steps(cache, 2):
@@ -237,15 +218,10 @@ def test_a_batch_of_a_step_that_is_not_trained_is_found(tmp_path: Path, in_order
 
 
 def test_a_step_of_two_passes_is_refused(tmp_path: Path) -> None:
-    """Before anything is trained; only the last pass of all may end with a smaller step."""
     uneven = record(tmp_path / "keys", device_budget="14KiB")
     cache, _ = opened(tmp_path / "store", uneven, device_budget="18KiB")
     with cache:
-        words = [
-            "sub-dataset 3 has 3 batches",
-            "a step of 2 batches would have 1 of its pass",
-            "multiples of 40 samples",
-        ]
+        words = "sub-dataset 3 has 3 batches", "a step of 2 batches would have 1 of its pass", "multiples of 40 samples"
         with one_sentence(ValueError, *words):
             cache.batches(BATCH, epochs=1, dataset=Clicks(), batches_per_step=2)
         with one_sentence(ValueError, "batches_per_step is 0"):
@@ -284,7 +260,6 @@ def test_a_pass_has_its_samples_in_an_order_of_each_epoch(tmp_path: Path, data: 
 
 
 def test_a_loader_is_sized_and_leaves_random_numbers_alone(tmp_path: Path, data: tc.PassDataset) -> None:
-    """Its length counts the remaining batches, also in a resumed pass."""
     cache, step = opened(tmp_path / "store", data)
     with cache:
         loop = cache.passes(epochs=1)
@@ -314,27 +289,14 @@ def test_a_loader_is_sized_and_leaves_random_numbers_alone(tmp_path: Path, data:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_batches_of_a_batch_sampler_are_trained_as_they_were_recorded(tmp_path: Path, shuffle: bool) -> None:
-    """Whole, in their order or shuffled as batches."""
     groups = [[4 * i + j for j in range(2 + i % 5)] for i in range(100)]
     data = record(tmp_path / "keys", loader(batch_sampler=groups, batch_size=1))
     passes = taken(tmp_path / "store", data, Indices(), shuffle=shuffle)
     seen = [tuple(batch[0].tolist()) for batches in passes for batch in batches]
     assert (seen == [*map(tuple, groups)]) != shuffle
     assert sorted(seen) == sorted(map(tuple, groups))
-    resumed = []
-    for stop in (7, 10**9):
-        cache, step = opened(tmp_path / "resumed", data)
-        with cache:
-            for p in cache.passes(epochs=1):
-                for batch in p.loader(Clicks(), shuffle=shuffle):
-                    resumed.append(tuple(batch[0].tolist()))
-                    step(batch)
-                    if len(resumed) == stop:
-                        cache.commit()
-                        p.stop()
-                        break
-    users = Clicks().users
-    assert resumed == [tuple(users[list(one)].tolist()) for one in seen]
+    resumed, _, _ = stopped_after(tmp_path / "resumed", data, lambda p: p.loader(Clicks(), shuffle=shuffle), 7)
+    assert [one[0].tolist() for one in resumed] == [Clicks().users[list(one)].tolist() for one in seen]
 
 
 @pytest.mark.sampled(5)
@@ -346,9 +308,7 @@ def test_batches_of_a_batch_sampler_are_trained_as_they_were_recorded(tmp_path: 
         {"batch_size": None}, {"batch_size": None, "sampler": range(8)},
     ],
 )  # fmt: skip
-def test_batches_have_the_shapes_that_torch_gives_them(
-    tmp_path: Path, sampling: dict[str, Any], size: int | None
-) -> None:
+def test_batches_have_the_shapes_of_torchs(tmp_path: Path, sampling: dict[str, Any], size: int | None) -> None:
     """Batches of one sample have one, and samples that were not batched have none, unless a batch size is passed."""
     clicks: Any = [(torch.tensor(i), torch.full((2,), i)) for i in range(8)]
     data = record(tmp_path / "keys", DataLoader(clicks, **sampling), keys=lambda batch: {"item": batch[1]})
@@ -360,48 +320,31 @@ def test_batches_have_the_shapes_that_torch_gives_them(
 
 
 def test_a_collation_and_workers_of_the_users_are_used(tmp_path: Path, data: tc.PassDataset) -> None:
-    """They see the same as in a plain DataLoader."""
-
     def collate(samples: Any) -> Any:
         return torch.utils.data.get_worker_info() is not None, default_collate(samples)
 
-    batches = [
-        one for some in taken(tmp_path / "a", data, Indices(), collate_fn=collate, num_workers=1) for one in some
-    ]
-    assert all(is_worker for is_worker, _ in batches)
-    assert all(batch[0].dtype == torch.int64 for _, batch in batches)
-    alone = [one for some in taken(tmp_path / "b", data, Indices(), collate_fn=collate) for one in some]
-    assert not any(is_worker for is_worker, _ in alone)
+    for workers in (0, 1):
+        passes = taken(tmp_path / f"{workers}", data, Indices(), collate_fn=collate, num_workers=workers)
+        for is_worker, batch in (one for some in passes for one in some):
+            assert is_worker == bool(workers)
+            assert batch[0].dtype == torch.int64
 
 
 def test_an_iterable_is_made_anew_for_each_pass(tmp_path: Path) -> None:
     """Its batches before the pass, or before a commit inside it, are dropped."""
     data = record(tmp_path / "keys", lambda: loader(Numbers()))
-    losses = []
-    for stop in (11, 10**9):
-        cache, step = opened(tmp_path / "store", data)
-        with cache:
-            for p in cache.passes(epochs=2):
-                made = p.loader(lambda: loader(Numbers()))
-                assert len(made) == (p.num_samples - p.start_sample) // BATCH
-                for batch in made:
-                    torch.manual_seed(len(losses))
-                    losses.append(step(batch))
-                    if len(losses) == stop:
-                        cache.commit()
-                        p.stop()
-                        break
-    theirs, expected = torch_step(), []
-    from tiercache.train.loader_batches import made_batches
 
-    for batch in [one for _ in range(2) for one in made_batches(lambda: loader(Numbers()), 0)]:
-        torch.manual_seed(len(expected))
-        expected.append(theirs(batch))
-    np.testing.assert_allclose(losses, expected, atol=1e-6)
+    def made(p: tc.Pass) -> Any:
+        batches = p.loader(lambda: loader(Numbers()))
+        assert len(batches) == (p.num_samples - p.start_sample) // BATCH
+        return batches
+
+    _, losses, _ = stopped_after(tmp_path / "store", data, made, 11, epochs=2, each=torch.manual_seed)
+    every = [one for _ in range(2) for one in made_batches(lambda: loader(Numbers()), 0)]
+    np.testing.assert_allclose(losses, losses_of_torch(every), atol=1e-6)
 
 
 def test_an_iterable_that_became_shorter_is_refused(tmp_path: Path) -> None:
-    """The error replaces the missing batch."""
     data = record(tmp_path / "keys", lambda: loader(Numbers()))
     cache, step = opened(tmp_path / "store", data)
     with one_sentence(DatasetError, "the function made 12 batches, but more when key sets were recorded"), cache:
@@ -413,23 +356,19 @@ def test_an_iterable_that_became_shorter_is_refused(tmp_path: Path) -> None:
 def test_a_sampler_feeds_a_loader_of_the_users(tmp_path: Path, data: tc.PassDataset) -> None:
     """The pass is trained when the sampler has ended; a commit inside it is refused, as its batches are not counted."""
     cache, step = opened(tmp_path / "store", data)
-    batches, losses = [], []
+    batches, losses = list[Any](), []
     with cache:
         for p in cache.passes(epochs=1):
             sampler = p.sampler(shuffle=True)
             assert len(sampler) == p.num_samples
             assert sorted(sampler) == sorted(indices(data)[p.sub_dataset].tolist())
             for batch in DataLoader(Clicks(), batch_size=9, sampler=sampler):
-                batches.append(batch)
                 torch.manual_seed(len(batches))
+                batches.append(batch)
                 losses.append(step(batch))
             with one_sentence(StateError, "samples come from p.sampler()", "take batches from p.loader(dataset)"):
                 cache.commit()
-    theirs, expected = torch_step(), []
-    for number, batch in enumerate(batches, 1):
-        torch.manual_seed(number)
-        expected.append(theirs(batch))
-    np.testing.assert_allclose(losses, expected, atol=1e-6)
+    np.testing.assert_allclose(losses, losses_of_torch(batches), atol=1e-6)
     cache, step = opened(tmp_path / "other", data)
     with one_sentence(StateError, "ended before its loader did"), cache:
         for p in cache.passes(epochs=1):
@@ -444,7 +383,6 @@ class Triples(nn.Module):
         self.entity, self.relation = nn.Parameter(torch.rand(ITEMS, 4)), nn.Parameter(torch.rand(20, 4))
 
     def forward(self, triples: torch.Tensor) -> torch.Tensor:
-        """Score triples (N, 3)."""
         head = torch.index_select(self.entity, 0, triples[:, 0])
         return (head * self.relation[triples[:, 1]] * self.entity[triples[:, 2]]).sum(1)
 
@@ -452,16 +390,10 @@ class Triples(nn.Module):
 def test_a_model_with_tables_as_parameters_is_recorded_and_trained(tmp_path: Path) -> None:
     """With a tensor as its batch, which needs no call."""
     model = tc.convert(Triples(), parameters=["entity", "relation"], optimizer=tc.optim.SGD(learning_rate=0.1))
-    triples = torch.from_numpy(np.random.default_rng(0).integers(0, 20, (300, 3)))
-    data = tc.record_key_sets(
-        model,
-        DataLoader(triples, batch_size=20),
-        tmp_path / "keys",
-        device_budget="2KiB",
-        progress=False,  # type: ignore[arg-type]
-    )
-    with tc.TierCache(tmp_path / "store", data, model=model, device_budget="4KiB", host_budget="64MiB") as cache:
-        step = Step(model, [cache.optimizer])
+    triples: Any = torch.from_numpy(np.random.default_rng(0).integers(0, 20, (300, 3)))
+    data = record(tmp_path / "keys", DataLoader(triples, batch_size=20), model, call=None, device_budget="2KiB")
+    cache, step = opened(tmp_path / "store", data, model, device_budget="4KiB")
+    with cache:
         for p in cache.passes(epochs=1):
             for batch in p.loader(triples):
                 step.model(batch).square().mean().backward()

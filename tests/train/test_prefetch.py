@@ -1,15 +1,14 @@
 """Batches made ahead equal those of the training thread; surplus ones are dropped."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,13 +36,9 @@ from tiercache.errors import DatasetError, StateError
 from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.train.batches import sample_order
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    """No thread outlives its cache, whatever a test does."""
     yield
     gc.collect()
     wait_for(lambda: not threads())
@@ -55,10 +50,7 @@ def no_thread_is_left() -> Iterator[None]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_batches_are_the_same_however_far_ahead_they_are_made(
-    passes: tc.PassDataset, device: str, shuffle: bool
-) -> None:
-    """Labels, dense, ids, bags, weights, in order, the short last one too; each counts when it is yielded."""
+def test_batches_are_the_same_however_early_they_are_made(passes: tc.PassDataset, device: str, shuffle: bool) -> None:
     loop, p = one_pass(passes, device)
     order = np.arange(p.num_samples)
     if shuffle:
@@ -73,9 +65,8 @@ def test_batches_are_the_same_however_far_ahead_they_are_made(
             assert np.array_equal(batch.label.cpu().numpy(), expected.label)
             assert np.array_equal(batch.dense.cpu().numpy(), expected.dense)
             for name, ids in expected.ids.items():
-                np.testing.assert_equal(batch.ids[name].ids, ids.ids)
-                np.testing.assert_equal(batch.ids[name].offsets, ids.offsets)
-                np.testing.assert_equal(batch.ids[name].weights, ids.weights)
+                for part in ("ids", "offsets", "weights"):
+                    np.testing.assert_equal(getattr(batch.ids[name], part), getattr(ids, part))
         assert seen == p.num_samples
     loop.close()
 
@@ -83,7 +74,6 @@ def test_batches_are_the_same_however_far_ahead_they_are_made(
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_training_has_the_same_bits_however_far_ahead_batches_are_made(passes: tc.PassDataset, device: str) -> None:
-    """Rows, optimizer state and dense weights, of every kind of feature, with commits inside passes."""
     results = []
     for ahead in (0, 3):
         case = replace(CASE, prefetch=ahead)
@@ -98,11 +88,7 @@ def test_a_training_has_the_same_bits_however_far_ahead_batches_are_made(passes:
 
 
 def test_after_the_first_batches_the_training_thread_brings_nothing(passes: tc.PassDataset) -> None:
-    """Labels, ids of every kind, bags and weights of the data are on the device when a module requests them.
-
-    Two copies brought all of them, columns and ids, from one of a few blocks of pinned memory, which are kept until the
-    cache is closed.
-    """
+    """Two copies brought columns and ids, from one of a few blocks of pinned memory, kept until the cache is closed."""
 
     class Noting(ShimRuntime):
         def copy(self, host: torch.Tensor, there: torch.Tensor, *, lasting: bool = False) -> None:
@@ -130,7 +116,7 @@ def test_after_the_first_batches_the_training_thread_brings_nothing(passes: tc.P
 
 
 def test_ids_of_a_group_that_were_sorted_together_are_not_sorted_in_the_step(passes: tc.PassDataset) -> None:
-    """Bags and single ids of one group; a step of some of the lookups sorts them itself. Both have the same bits."""
+    """A step of some of the lookups sorts them itself. Both have the same bits."""
     results = []
     for ahead in (False, True):
         cache = resident(passes, device=(backend := shim()))
@@ -154,7 +140,6 @@ def test_ids_of_a_group_that_were_sorted_together_are_not_sorted_in_the_step(pas
 
 
 def test_other_ids_than_those_that_were_joined_are_joined_anew(passes: tc.PassDataset) -> None:
-    """A batch whose ids were replaced looks up the new ones, and weight arguments replace the data's."""
     for device in DEVICES.values():
         cache = resident(passes, device=device())
         bag = tc.EmbeddingBagCollection(cache.schema, mode={spec.name: spec.mode for spec in SPECS})
@@ -170,7 +155,6 @@ def test_other_ids_than_those_that_were_joined_are_joined_anew(passes: tc.PassDa
 
 
 def test_two_iterators_and_an_evaluation_take_turns(passes: tc.PassDataset, tmp_path: Path) -> None:
-    """Each advances through the pass separately, as without threads; the evaluation sees current rows."""
     others = Case(tables=CASE.tables, specs=SPECS, num_samples=60, data_seed=4).cut(tmp_path / "others")
     for device in DEVICES.values():
         found = []
@@ -197,7 +181,6 @@ def test_two_iterators_and_an_evaluation_take_turns(passes: tc.PassDataset, tmp_
 
 
 def test_what_was_made_and_not_handed_out_is_in_no_commit(passes: tc.PassDataset, tmp_path: Path) -> None:
-    """A commit inside a pass has the batches that were looked up, and the rest follows after a restart."""
     with open_store(tmp_path / "x", CASE, "memory") as store:
         with tiered(store, passes) as cache:
             p = next(loop := cache.passes(epochs=1))
@@ -220,8 +203,6 @@ def test_what_was_made_and_not_handed_out_is_in_no_commit(passes: tc.PassDataset
 
 
 def test_no_random_generator_is_drawn_from(passes: tc.PassDataset) -> None:
-    """Neither by batches that are handed out nor by those made ahead."""
-
     def states() -> tuple[Any, ...]:
         return torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()  # noqa: NPY002 - seen
 
@@ -258,9 +239,7 @@ def test_a_wrong_id_is_an_error_at_the_lookup_of_its_batch(passes: tc.PassDatase
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("ahead", [0, 1, 2, 9])
-def test_a_batch_that_cannot_be_read_is_an_error_in_its_place(
-    passes: tc.PassDataset, ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_batch_is_an_error(passes: tc.PassDataset, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Earlier batches are yielded and counted, but not this one; raised on the training thread."""
     change_reads(monkeypatch, gone_from(40))
     loop, p = one_pass(passes)
@@ -273,7 +252,6 @@ def test_a_batch_that_cannot_be_read_is_an_error_in_its_place(
 
 
 def test_a_number_of_batches_that_is_none_is_refused(passes: tc.PassDataset) -> None:
-    """Before anything is made; so is a size below 1, whether batches are made ahead or not."""
     loop, p = one_pass(passes)
     with pytest.raises(ValueError, match="invalid prefetch -1: expected at least 0 batches"):
         next(p.batches(10, prefetch=-1))
@@ -299,7 +277,6 @@ def test_arrays_that_nobody_waits_for_are_not_there(passes: tc.PassDataset, monk
 def test_threads_make_nothing_after_whatever_ends_first(
     passes: tc.PassDataset, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop over batches, its pass or the cache, which owns the threads; an iterator reports that its pass ended."""
     making = set[int]()
 
     def slow(first: int, _: Any) -> None:
@@ -368,7 +345,6 @@ def test_memory_of_batches_that_wait_is_reported(passes: tc.PassDataset, tmp_pat
 
 
 def test_a_fork_is_told_that_the_threads_are_elsewhere(passes: tc.PassDataset) -> None:
-    """It neither hangs nor takes batches; the parent process continues."""
     loop, p = one_pass(passes)
     batches = p.batches(10, prefetch=2)
     next(batches)
@@ -411,6 +387,5 @@ next(batches)
 
 
 def test_an_interrupted_and_a_left_iterator_let_the_process_end(passes: tc.PassDataset) -> None:
-    """At Ctrl-C while waiting for a batch, and if the program ends in the middle of a pass."""
     done = ran(LEFT, passes.path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")

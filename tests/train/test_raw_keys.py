@@ -1,18 +1,17 @@
 """Raw keys: training with them equals training with local ids, bit for bit; a device looks them up itself."""
 
-from __future__ import annotations
-
 import tempfile
 import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from numpy.typing import NDArray
 
 import tiercache as tc
 from tests.apart import ran
@@ -50,10 +49,6 @@ from tiercache.errors import KeyNotInPassError, StateError
 from tiercache.rows.backends import cuda_runtime
 from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.rows.backends.open_backend import open_backend
-from tiercache.store import MemoryEngine
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 CASE = Case(
     tables=(table("a", 8), table("b", 5, tc.optim.Adam(learning_rate=0.05)), table("c", 8, dtype="bfloat16")),
@@ -70,7 +65,6 @@ CASE = Case(
 @settings(max_examples=8 if DEVICE != "shim" else 6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_training_by_raw_keys_ends_with_the_bits_of_training_from_local_ids(drawn: tuple[Case, dict[str, Any]]) -> None:
-    """In memory and on the tiers, for any features, budgets, commits inside passes and a restart."""
     case, how = replace(drawn[0], shuffle=False), drawn[1]
     with tempfile.TemporaryDirectory() as folder:
         samples = case.cut(Path(folder) / "samples")
@@ -80,29 +74,6 @@ def test_training_by_raw_keys_ends_with_the_bits_of_training_from_local_ids(draw
         assert_same_bits(result_of_resident(memory, train_raw(memory, case, samples)), expected)
         by_raw_keys = partial(train_raw, samples=samples)
         assert_same_bits(interrupted(case, how, passes, Path(folder), train=by_raw_keys), expected)
-
-
-def test_a_batch_of_raw_keys_is_the_batch_of_the_sample_path(tmp_path: Path) -> None:
-    """Local ids, offsets, weights, label and dense features, in a dataset with samples too."""
-    samples = CASE.cut(tmp_path / "samples")
-    passes = zip(resident(samples).passes(epochs=1), resident(samples).passes(epochs=1), strict=True)
-    for one, other in passes:
-        for number, expected in enumerate(one.batches(48)):
-            keys, others = batch_arguments(samples, other.sub_dataset, 48 * number, 48)
-            batch = other.batch(keys, **others)
-            assert batch.num_samples == len(batch) == expected.num_samples
-            assert torch.equal(batch.label, expected.label)
-            assert torch.equal(batch.dense, expected.dense)
-            assert list(batch.ids) == list(expected.ids)
-            for name, ids in expected.ids.items():
-                for field in ("ids", "offsets", "weights"):
-                    mine, theirs = getattr(batch.ids[name], field), getattr(ids, field)
-                    assert (mine is None) == (theirs is None)
-                    if theirs is not None:
-                        assert mine.dtype == theirs.dtype
-                        np.testing.assert_array_equal(mine, theirs)
-        one.skip()
-        other.skip()
 
 
 KILLED = """
@@ -147,17 +118,14 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("engine", "device"), KILLS)
 def test_a_training_killed_inside_a_pass_goes_on_where_the_pass_says(killed: Path, engine: str, device: str) -> None:
-    """The loader begins after start_sample samples, batch numbers continue, and the bits equal an uninterrupted run.
-
-    They also equal training from local ids, on CUDA with keys that are looked up there.
-    """
+    """The bits equal an uninterrupted run from local ids, on CUDA with keys that are looked up there."""
     samples, passes = (tc.PassDataset.open(killed / name) for name in ("samples", "keys"))
+    begun: list[tuple[int, ...]] = []
+
+    def each_pass(p: tc.Pass) -> None:
+        begun.append((p.index, p.start_sample, p.samples_done, p.start_batch, p.batches_done))
+
     with tc.Store.open(killed / f"{engine}-{device}.tc", tables=CASE.tables, engine=engine) as store:
-        begun: list[tuple[int, ...]] = []
-
-        def each_pass(p: tc.Pass) -> None:
-            begun.append((p.index, p.start_sample, p.samples_done, p.start_batch, p.batches_done))
-
         gpu = DEVICES[device]()
         with tiered(store, passes, device=gpu) as cache:
             model = train_raw(cache, CASE, samples, seed=9, each_pass=each_pass)
@@ -169,7 +137,6 @@ def test_a_training_killed_inside_a_pass_goes_on_where_the_pass_says(killed: Pat
 
 
 def test_tables_without_a_schema_take_any_form(tmp_path: Path) -> None:
-    """One key per sample, lists of one length or ragged ones: a table is a feature with its name."""
     passes = tc.write_key_sets(tmp_path / "keys", (TABLES[0],), [{"a": [1, 2, 3]}])
     cache = resident(passes)
     loop = cache.passes(epochs=1)
@@ -195,18 +162,15 @@ def test_a_pass_takes_its_samples_one_way(tmp_path: Path) -> None:
     keys, others = batch_arguments(samples, 0, 0, 16)
     with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store:
         with tiered(store, samples) as cache:
-            passes = cache.passes(epochs=1)
-            p = next(passes)
+            p = next(_loop := cache.passes(epochs=1))
             next(p.batches(16))
             with pytest.raises(StateError, match="takes its samples from batches"):
                 p.batch(keys, **others)
-            passes = cache.passes(epochs=1)
-            p = next(passes)
+            p = next(_loop := cache.passes(epochs=1))
             p.batch(keys, **others)
             cache.commit()
         with tiered(store, samples) as cache:
-            passes = cache.passes(epochs=1)
-            p = next(passes)
+            p = next(passes := cache.passes(epochs=1))
             assert p.start_sample == 16
             with pytest.raises(StateError, match="is after 16 samples in the order"):
                 next(p.batches(16))
@@ -236,8 +200,7 @@ def test_an_index_of_keys_is_built_where_the_device_budget_leaves_room_and_chang
     full = open_backend(device_of_tests(), TWO).index_bytes(5000 + 1667, 2)
     assert DEVICE != "cpu" or full == (16 << 14) + 16
     for room, indexed in ((0, False), (full, True), (full - 1, False)):
-        store = tc.Store.open(None, tables=TWO, engine=MemoryEngine())
-        with store, tiered(store, passes, device_budget=least + room) as cache:
+        with tiered(tmp_path / f"{room}.tc", passes, device_budget=least + room) as cache:
             for current in cache.passes(epochs=1):
                 pool = keys[current.sub_dataset]
                 for asked in (rng.choice(pool, 50_000), pool[:0], pool[-2:]):
@@ -291,31 +254,6 @@ def test_raw_keys_are_evaluated_as_of_now_within_the_budget(tmp_path: Path, engi
             cache.evaluate_batch(keys)
 
 
-def test_key_sets_of_another_day_go_on_with_the_rows_of_the_first(tmp_path: Path) -> None:
-    """A reorganized store trains the new key sets; keys of both days have the rows that the first day left."""
-    days = [write_passes(tmp_path / "one")]
-    days.append(tc.write_key_sets(tmp_path / "two", SCHEMA, [dict.fromkeys("abc", k) for k in ([1, 5, 1000], [3, 9])]))
-    with tc.Store.open(tmp_path / "model.tc", tables=TABLES) as store:
-        for passes in days:
-            tc.reorganize(store, passes)
-            with tiered(store, passes) as cache:
-                before = {t.name: cache.live_rows().fields(t.name, np.array([1, 5, 1000]))[0] for t in TABLES}
-                bag = tc.EmbeddingBagCollection(cache.schema)
-                cache.register(model=bag)
-                for p in cache.passes(epochs=1):
-                    keys = {t: passes.passes[p.sub_dataset].keys(t) for t in "abc"}
-                    n = keys["a"].size
-                    ones = {t: (k, np.arange(n + 1)) for t, k in keys.items()}
-                    pair = np.stack([keys["b"], keys["b"]], 1)
-                    batch = p.batch({"one": keys["a"], "bag": ones["a"], "pair": pair, "c": ones["c"]})
-                    bag(batch).sum().backward()
-                    cache.optimizer.step()
-    for spec in TABLES:
-        fresh = np.array([initial_row(spec, key) for key in (1, 5, 1000)])
-        assert np.array_equal(before[spec.name][2], fresh[2])
-        assert not np.array_equal(before[spec.name][:2], fresh[:2])
-
-
 class WatchedGpu(ShimRuntime):
     """Records copies to the host, and refuses searches on other streams than the stream of searches."""
 
@@ -336,20 +274,18 @@ class WatchedGpu(ShimRuntime):
         self.kernels.launch, self.kernels.read = watched_launch, watched_read  # type: ignore[method-assign]
 
     def download(self, tensor: torch.Tensor) -> NDArray[Any]:
-        """Record it."""
         self.came_back.append(tensor.numel() * tensor.element_size())
         return super().download(tensor)
 
     def record_use(self, tensor: torch.Tensor) -> None:
-        """Record it."""
         assert not self.kernels.deferring, "it is handed to the stream of searches itself"
         self.handed_over.append(tensor.data_ptr())
 
 
 def check_ids(passes: tc.PassDataset, p: tc.Pass, pool: NDArray[np.int64]) -> None:
-    """Search every key of a pass, and some of the other table."""
-    batch = p.batch({"a": pool, "b": np.resize(pool[::3] + 1, pool.size)})
-    for name, asked in (("a", pool), ("b", np.resize(pool[::3] + 1, pool.size))):
+    keys = {"a": pool, "b": np.resize(pool[::3] + 1, pool.size)}
+    batch = p.batch(keys)
+    for name, asked in keys.items():
         np.testing.assert_array_equal(passes.passes[p.sub_dataset].keys(name)[batch.ids[name].ids], asked)
 
 
@@ -368,23 +304,19 @@ def test_of_a_batch_only_the_count_of_missing_keys_comes_back(tmp_path: Path) ->
         ids = {name: one.ids for name, one in batch.ids.items()}
         assert gpu.came_back == [16, 4 * sum(one.size for one in ids.values())]
         assert not any(one.flags.writeable for one in ids.values())
-        np.testing.assert_array_equal(passes.passes[p.sub_dataset].keys("b")[ids["pair"]],
-                                      np.repeat(PASS_KEYS[p.sub_dataset], 2))  # fmt: skip
+        pairs = passes.passes[p.sub_dataset].keys("b")[ids["pair"]]
+        np.testing.assert_array_equal(pairs, np.repeat(PASS_KEYS[p.sub_dataset], 2))
         there = batch.ids["one"].device_ids
         assert there.data_ptr() == gpu.handed_over[-1]
 
 
 @pytest.mark.parametrize("slice_keys", [1 << 20, 700, 1])
-def test_an_index_on_the_device_takes_what_is_planned_of_the_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slice_keys: int
-) -> None:
-    """To the byte, and once: for the largest pass, in which the others fit."""
+def test_an_index_takes_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slice_keys: int) -> None:
     monkeypatch.setattr(cuda_runtime, "SLICE_KEYS", slice_keys)
     sizes = (30, 2000, 500) if slice_keys > 1 else (3, 40, 9)
     passes, keys = passes_of(tmp_path / "keys", *sizes)
     device = cuda_device("random")
-    store = tc.Store.open(None, tables=TWO, engine=MemoryEngine())
-    with store, tiered(store, passes, device=device) as cache:
+    with tiered(tmp_path / "m.tc", passes, device=device) as cache:
         rows, indexes = cache.device_bytes, []
         for current in cache.passes(epochs=1):
             check_ids(passes, current, keys[current.sub_dataset])
@@ -407,15 +339,14 @@ def test_without_room_on_the_device_keys_are_searched_on_the_host(tmp_path: Path
     """A byte too little in the budget, or on the device when a pass begins, or when it is allocated: the same ids."""
     passes, keys = passes_of(tmp_path / "keys", 900)
     full = CudaBackend(ShimRuntime()).index_bytes(1200, 2)
-    store = tc.Store.open(None, tables=TWO, engine=MemoryEngine())
-    with store, tiered(store, passes, device=cuda_device()) as cache:
+    with tiered(tmp_path / "m.tc", passes, device=cuda_device()) as cache:
         rows = cache.device_bytes
     for spare, free, taken, indexed in (
         (0, 1 << 30, False, True), (1, 1 << 30, False, False), (0, full - 1, False, False), (0, 1 << 30, True, False),
     ):  # fmt: skip
         gpu = WatchedGpu()
-        store = tc.Store.open(None, tables=TWO, engine=MemoryEngine())
-        with store, tiered(store, passes, device=CudaBackend(gpu), device_budget=rows + full - spare) as cache:
+        budget, path = rows + full - spare, tmp_path / f"{spare}-{free}-{taken}.tc"
+        with tiered(path, passes, device=CudaBackend(gpu), device_budget=budget) as cache:
             for p in cache.passes(epochs=1):
                 gpu.free_bytes = free
                 if taken:
@@ -428,8 +359,8 @@ def test_without_room_on_the_device_keys_are_searched_on_the_host(tmp_path: Path
                 with torch.no_grad():
                     out = tc.EmbeddingBagCollection(cache.schema)(p.batch({"a": keys[0][:9], "b": keys[0][:27:3] + 1}))
                 p.skip()
-                expected = np.concatenate([cache.live_rows().fields("a", keys[0][:9])[0],
-                                           cache.live_rows().fields("b", keys[0][:27:3] + 1)[0]], 1)  # fmt: skip
+                found = (cache.live_rows().fields(*of) for of in (("a", keys[0][:9]), ("b", keys[0][:27:3] + 1)))
+                expected = np.concatenate([fields[0] for fields in found], 1)
                 np.testing.assert_array_equal(out.detach().numpy(), expected)
 
 

@@ -1,8 +1,6 @@
 """Only a real GPU can show that no step waits for it, and that NCCL moves every dtype."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +10,6 @@ import torch.distributed as dist
 from tests.train.cases import SPECS, Case, Net, open_store, table, tiered
 from tests.train.devices import DEVICE
 from tiercache.dist.communicator import Communicator
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU: make test-gpu on a machine that has one")
 CASE = Case(tables=(table("a", 16), table("b", 8)), specs=SPECS, num_samples=600, pass_rows=120)

@@ -1,13 +1,12 @@
 """record_key_sets: a loader is run once, and its batches' keys become key sets that fit the device budget."""
 
-from __future__ import annotations
-
 import random
 import re
 import signal
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,9 +49,6 @@ from tiercache.errors import BudgetError, DatasetError, ExtractionError
 from tiercache.sizes import parse_bytes
 from tiercache.store.bits import hash_keys, mix, xxh64
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 def keys_of(dataset: Clicks, samples: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Return the keys that a model looks up for samples, padding left out."""
@@ -61,7 +57,6 @@ def keys_of(dataset: Clicks, samples: Any) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def assert_key_sets(data: tc.PassDataset, samples: list[Any]) -> None:
-    """Compare key sets and counts with the samples of each sub-dataset."""
     for one, chosen in zip(data.passes, samples, strict=True):
         for name, keys in keys_of(Clicks(), chosen).items():
             unique, counts = np.unique(keys, return_counts=True)
@@ -82,7 +77,6 @@ LOADERS: dict[str, dict[str, Any]] = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LOADERS)
 def test_key_sets_are_those_of_the_samples_of_each_sub_dataset(tmp_path: Path, name: str) -> None:
-    """With their counts, for any order of the loader; every sample is in one sub-dataset."""
     data = record(tmp_path / "keys", loader(**LOADERS[name]))
     assert len(data) > 3
     samples = indices(data)
@@ -95,7 +89,7 @@ def test_key_sets_are_those_of_the_samples_of_each_sub_dataset(tmp_path: Path, n
 
 
 def test_a_sub_dataset_has_the_batches_that_fit_and_one_more_would_not(tmp_path: Path) -> None:
-    """Cut at batches; rows count as in an extraction, with the maximum of all previous sub-datasets."""
+    """Rows count as in an extraction, with the maximum of all previous sub-datasets."""
     data, dataset = record(tmp_path / "keys"), Clicks()
     budget = RowBudget(data.schema.tables, parse_bytes(BUDGET))
 
@@ -118,6 +112,8 @@ def test_recording_leaves_the_model_and_random_numbers_as_they_were(tmp_path: Pa
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate(), generator.get_state()  # type: ignore[index] # noqa: NPY002
     sampler = RandomSampler(range(SAMPLES), replacement=True, num_samples=300, generator=generator)
     record(tmp_path / "keys", loader(Clicks(draws=True), sampler=sampler), model)
+    batched = BatchSampler(WeightedRandomSampler(torch.ones(SAMPLES), 200, generator=generator), BATCH, drop_last=False)
+    record(tmp_path / "batched", DataLoader(Clicks(), batch_sampler=batched), model)
     record(tmp_path / "others", lambda: loader(shuffle=True), model)
     assert torch.equal(states[0], torch.get_rng_state())
     np.testing.assert_array_equal(states[1], np.random.get_state()[1])  # type: ignore[index] # noqa: NPY002
@@ -131,8 +127,6 @@ def test_recording_leaves_the_model_and_random_numbers_as_they_were(tmp_path: Pa
 
 
 class Looks(nn.Module):
-    """Keeps the outputs of lookups."""
-
     def __init__(self) -> None:
         super().__init__()
         self.rows = nn.Embedding(50, 4, padding_idx=0, dtype=torch.bfloat16)
@@ -140,7 +134,6 @@ class Looks(nn.Module):
         self.seen: list[torch.Tensor] = []
 
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
-        """Look keys up."""
         self.seen += [self.rows(keys), self.bag(keys), self.bag(keys[0], torch.tensor([0, 1]))]
         with torch.no_grad():
             self.rows(torch.arange(50))
@@ -170,7 +163,6 @@ def test_a_recorded_lookup_returns_what_a_real_one_would_but_for_values(tmp_path
 
 
 def test_keys_may_be_named_without_running_the_model(tmp_path: Path) -> None:
-    """By table or module, several tensors for one; padding is removed."""
     one = record(tmp_path / "forward")
     other = record(
         tmp_path / "keys",
@@ -184,15 +176,12 @@ def test_keys_may_be_named_without_running_the_model(tmp_path: Path) -> None:
 
 
 class Numbers(IterableDataset[Any]):
-    """Samples that can only be read in order."""
-
     def __iter__(self) -> Iterator[Any]:
         dataset = Clicks()
         return (dataset[index] for index in range(len(dataset)))
 
 
 def test_an_iterable_is_recorded_from_a_function_that_makes_it(tmp_path: Path) -> None:
-    """Its sub-datasets are ranges of batches, the same as for the dataset in order."""
     data = record(tmp_path / "keys", lambda: loader(Numbers()))
     ends = np.cumsum([one.samples for one in data.passes]).tolist()
     assert_key_sets(data, [np.arange(end - one.samples, end) for one, end in zip(data.passes, ends, strict=True)])
@@ -200,22 +189,12 @@ def test_an_iterable_is_recorded_from_a_function_that_makes_it(tmp_path: Path) -
     assert firsts == [0, *(end // BATCH for end in ends[:-1])]
 
 
-@pytest.mark.parametrize("name", ["batch sampler", "weighted", "lists"])
+@pytest.mark.parametrize("name", ["batch sampler", "weighted"])
 def test_a_sampler_of_the_users_is_recorded_in_its_order(tmp_path: Path, name: str) -> None:
-    """With repeated samples, and batches of any size."""
     groups = [[1, 2], [5], [7, 7, 9], *([i, i + 1] for i in range(20, 300, 2))]
-    samplers: dict[str, dict[str, Any]] = {
-        "batch sampler": {"batch_sampler": groups, "batch_size": 1},
-        "weighted": {"sampler": WeightedRandomSampler(torch.ones(SAMPLES), 200)},
-        "lists": {"sampler": BatchSampler(list(range(0, 400, 2)), 4, drop_last=False), "batch_size": None,
-                  "collate_fn": torch.utils.data.default_convert},
-    }  # fmt: skip
-    if name == "lists":
-        with one_sentence(DatasetError, "yields [[0, 2, 4, 6]]", "must yield integers"):
-            record(tmp_path / "keys", loader(**samplers[name]))
-        return
-    data = record(tmp_path / "keys", loader(**samplers[name]))
-    samples = indices(data)
+    weighted = WeightedRandomSampler(torch.ones(SAMPLES), 200)
+    given = {"sampler": weighted} if name == "weighted" else {"batch_sampler": groups, "batch_size": 1}
+    samples = indices(data := record(tmp_path / "keys", loader(**given)))
     assert_key_sets(data, samples)
     if name != "weighted":
         assert np.concatenate(samples).tolist() == [one for group in groups for one in group]
@@ -237,7 +216,6 @@ BATCHED: dict[str, Callable[[Any], tuple[Any, Any]]] = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BATCHED)
 def test_a_batch_sampler_of_torch_is_recorded_as_the_loader_that_would_make_it(tmp_path: Path, name: str) -> None:
-    """It is the same as shuffle, batch_size and drop_last, and it trains the same batches."""
     dataset = Clicks()
     sampler, arguments = BATCHED[name](dataset)
     loaders = [DataLoader(dataset, batch_sampler=sampler)]
@@ -253,15 +231,6 @@ def test_a_batch_sampler_of_torch_is_recorded_as_the_loader_that_would_make_it(t
     assert trained[0] == trained[1]
 
 
-def test_the_generator_of_a_batched_sampler_is_left_as_it_was(tmp_path: Path) -> None:
-    """Recording draws from it, and the loop draws the same again."""
-    generator = torch.Generator().manual_seed(5)
-    before = generator.get_state()
-    weighted = WeightedRandomSampler(torch.ones(SAMPLES), 200, generator=generator)
-    record(tmp_path / "keys", DataLoader(Clicks(), batch_sampler=BatchSampler(weighted, BATCH, drop_last=False)))
-    assert torch.equal(generator.get_state(), before)
-
-
 def test_batches_of_one_sample_are_collated(tmp_path: Path) -> None:
     """A batch sampler may make them; samples are collated then, as in its loader."""
     given = DataLoader(Clicks(), batch_sampler=[[3], [7], [5]])
@@ -272,7 +241,6 @@ def test_batches_of_one_sample_are_collated(tmp_path: Path) -> None:
 
 
 def test_rare_keys_share_a_row(tmp_path: Path) -> None:
-    """Counts over the whole loader decide, as in an extraction."""
     data, dataset = record(tmp_path / "keys", model=converted("meta"), min_count=3), Clicks()
     unique, counts = np.unique(dataset.users.numpy(), return_counts=True)
     frequent, rare = set(unique[counts >= 3].tolist()), set(unique[counts < 3].tolist())
@@ -291,11 +259,8 @@ def test_the_digest_of_a_lookup_is_that_of_the_format() -> None:
     found = re.search(r"lookup of the keys 1, 2 and 2 in the table `user` \| `(\w+)`", text)
     assert found is not None
     table_id = xxh64(b"user")
-    assert (
-        lookup_digest(np.array([1, 2, 2]), table_id)
-        == lookup_digest(np.array([2, 1, 2]), table_id)
-        == int(found[1], 16)
-    )
+    for keys in ([1, 2, 2], [2, 1, 2]):
+        assert lookup_digest(np.array(keys), table_id) == int(found[1], 16)
     hashes = hash_keys(np.array([1, 2, 2]), table_id).tolist()
     assert int(mix(np.array([(sum(hashes) + 3) % (1 << 64)], np.uint64))[0]) == int(found[1], 16)
 
@@ -307,10 +272,10 @@ def test_the_digest_of_a_lookup_is_that_of_the_format() -> None:
 @pytest.mark.parametrize("options", [{}, {"min_count": 2}], ids=["", "min_count"])
 def test_a_killed_recording_goes_on_and_ends_with_the_same_bits(tmp_path: Path, options: dict[str, Any]) -> None:
     """After kill -9 at several moments, from the last closed sub-dataset on."""
-    (tmp_path / "whole").mkdir()
+    for name in ("whole", "one"):
+        (tmp_path / name).mkdir()
     assert finish(start(killed, tmp_path / "whole", options, -1)) == 0
     events = int((tmp_path / "whole" / "events").read_text())
-    (tmp_path / "one").mkdir()
     for fatal in (2 * events // 3, events // 3, 3):
         assert finish(start(killed, tmp_path / "one", options, fatal)) == -signal.SIGKILL
     assert finish(start(killed, tmp_path / "one", options, -1)) == 0
@@ -323,8 +288,6 @@ class StopError(Exception):
 
 
 def stopped(folder: Path, loader_: Any, **options: Any) -> None:
-    """Record until the third sub-dataset."""
-
     def stop(progress: Any) -> None:
         if progress.passes == 2:
             raise StopError
@@ -363,16 +326,16 @@ def test_other_arguments_do_not_continue_a_recording(tmp_path: Path, is_done: bo
         assert not runs
     else:
         stopped(tmp_path / "keys", loader())
-    with one_sentence(ExtractionError, "dataset_length was 600 and is now 700", "choose another directory"):
-        record(tmp_path / "keys", loader(Clicks(700)))
-    with one_sentence(ExtractionError, "batch_size was 20 and is now 30"):
-        record(tmp_path / "keys", loader(batch_size=30))
-    with one_sentence(ExtractionError, "seed was 0 and is now 1"):
-        record(tmp_path / "keys", seed=1)
+    for given, options, words in (
+        (loader(Clicks(700)), {}, "dataset_length was 600 and is now 700"),
+        (loader(batch_size=30), {}, "batch_size was 20 and is now 30"),
+        (loader(), {"seed": 1}, "seed was 0 and is now 1"),
+    ):
+        with one_sentence(ExtractionError, words, "choose another directory"):
+            record(tmp_path / "keys", given, **options)
 
 
 def test_a_damaged_byte_of_the_samples_of_a_pass_is_refused(tmp_path: Path) -> None:
-    """Like any other byte of a dataset."""
     data = record(tmp_path / "keys")
     flip(data.passes[1].path, data.passes[1].num_bytes() - 9)  # the last index, before 8 bytes of checksums
     with one_sentence(DatasetError, "the checksum of MiB 0 does not match"):
@@ -392,26 +355,20 @@ def test_recorded_key_sets_cannot_be_cut_into_smaller_passes(tmp_path: Path) -> 
 
 
 def generated() -> Iterator[Any]:
-    """Yield a batch."""
     yield from loader()
 
 
 class Unsized(Clicks):
-    """A dataset without a length."""
-
     __len__ = None  # type: ignore[assignment]
 
 
 class NoKeys(nn.Module):
-    """A model that looks up no keys in some batches."""
-
     def __init__(self) -> None:
         super().__init__()
         self.user = nn.Embedding(USERS, 2)
         self.top = nn.Linear(1, 1)
 
     def forward(self, batch: Any) -> torch.Tensor:
-        """Look the first batch up."""
         return self.user(batch[0]) if 0 in batch[0] or self.top is None else self.top(batch[2][:, None])
 
 
@@ -423,6 +380,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "a list": ({"loader_": LIST}, TypeError, ["a list", "pass a torch.utils.data.DataLoader, or a function"]),
     "a function of one iterator": (
         {"loader_": lambda: SAME}, TypeError, ["the same list_iterator each time", "create a new one"],
+    ),
+    "a sampler of lists": (
+        {"loader_": loader(sampler=BatchSampler(range(0, 400, 2), 4, drop_last=False), batch_size=None)},
+        DatasetError, ["yields [[0, 2, 4, 6]]", "must yield integers"],
     ),
     "an IterableDataset": ({"loader_": loader(Numbers())}, TypeError, ["no indices", "such as lambda: loader"]),
     "a dataset without a length": (
@@ -436,7 +397,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     ),
     "call and keys": ({"keys": lambda _: {}}, ValueError, ["call= and keys= exclude each other"]),
     "a batch without keys": (
-        {"model": NoKeys, "call": lambda m, b: m(b)}, DatasetError, ["batch 0 of the loader has no keys", "pass call="],
+        {"model": lambda: tc.convert(NoKeys()), "call": lambda m, b: m(b)}, DatasetError,
+        ["batch 0 of the loader has no keys", "pass call="],
     ),
     "keys that are none": ({"call": None, "keys": lambda _: {}}, DatasetError, ["keys= returned none"]),
     "keys of an unknown table": (
@@ -457,6 +419,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["batch 0 of the loader needs", "but the device budget is 2 KiB", "make the loader's batches smaller"],
     ),
     "a model without tables": ({"model": lambda: nn.Linear(1, 1)}, ValueError, ["no tiercache embedding"]),
+    "a model that was not converted": ({"model": Net}, ValueError, ["pass the model returned by tc.convert"]),
     "rare keys of a table with a row for each key": (
         {"min_count": 2}, ValueError, ["module 'user' has a weight for each key", 'on "meta"'],
     ),
@@ -469,18 +432,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
 def test_what_cannot_be_recorded_is_refused(tmp_path: Path, what: str) -> None:
     """The error names the batch, and what to do."""
     options, kind, words = REFUSED[what]
-    options = {"call": call, "progress": False, "device_budget": BUDGET} | options
-    given = options.pop("loader_", None)
-    make: Callable[[], nn.Module] = options.pop("model", converted)
-    model = make()
-    if isinstance(model, NoKeys):
-        model = tc.convert(model)
-    given = loader() if given is None else given
+    options = {"call": call, "progress": False, "device_budget": BUDGET, "loader_": loader()} | options
+    given, model = options.pop("loader_"), options.pop("model", converted)()
     with one_sentence(kind, *words):
         tc.record_key_sets(model, given, tmp_path / "keys", **options)
-
-
-def test_a_model_that_was_not_converted_is_refused(tmp_path: Path) -> None:
-    """It would record nothing."""
-    with one_sentence(ValueError, "pass the model returned by tc.convert"):
-        record(tmp_path / "keys", model=Net())

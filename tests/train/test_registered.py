@@ -1,14 +1,14 @@
 """Objects registered with a cache besides tables: wrapped models, schedulers; contents of commits and checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os
 import pickle
 import random
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,59 +17,47 @@ import torch.distributed.checkpoint as dcp
 from torch.optim.lr_scheduler import StepLR
 
 import tiercache as tc
-from tests.train.cases import SPECS, Case, Net, table, tiered
+from tests.train.cases import SPECS, Case, Net, open_store, table, tiered
 from tiercache.dist.communicator import communicator_of
 from tiercache.errors import StateError
 from tiercache.rows.backends.cpu import CpuBackend
-from tiercache.store import MemoryEngine
 from tiercache.train.dense_state import DenseState
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 CASE = Case(tables=(table("a", 4), table("b", 6)), specs=SPECS, num_samples=64, pass_rows=32)
 
 
 @pytest.fixture
-def store() -> Iterator[tc.Store]:
-    """A store in memory."""
-    with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as made:
+def store(tmp_path: Path) -> Iterator[tc.Store]:
+    with open_store(tmp_path, CASE, "memory") as made:
         yield made
 
 
 def saved(state: object) -> bytes:
-    """Return the bytes that torch writes."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
 
 
 def new_model(passes: tc.PassDataset, kind: Any = torch.optim.SGD) -> tuple[Net, torch.optim.Optimizer]:
-    """Return a model and its optimizer."""
     model = Net(passes, CASE)
     return model, kind(model.parameters(), lr=0.1)
 
 
-def train(
-    cache: tc.TierCache, model: torch.nn.Module, optimizer: torch.optim.Optimizer, epochs: int, stop: int | None = None
-) -> None:
-    """Train to the end of an epoch, or up to a pass."""
+def train(cache: tc.TierCache, model: torch.nn.Module, epochs: int, stop: int | None = None) -> None:
     for p in cache.passes(epochs=epochs):
         if p.index == stop:
             break
         for batch in p.batches(16):
-            optimizer.zero_grad()
+            cache.optimizer.zero_grad()
             model(batch).sum().backward()
-            optimizer.step()
+            cache.optimizer.step()
 
 
 def test_the_state_of_a_compiled_model_has_the_names_of_the_model(store: tc.Store, passes: tc.PassDataset) -> None:
     """So a training can resume without compiling, or with it."""
     model, optimizer = new_model(passes)
     with tiered(store, passes, model=torch.compile(model), optimizer=optimizer) as cache:
-        optimizer = cache.optimizer
-        train(cache, model, optimizer, 1)
+        train(cache, model, 1)
     other, again = new_model(passes)
     with tiered(store, passes, model=other, optimizer=again) as cache:
         assert list(cache.passes(epochs=1)) == []
@@ -77,16 +65,14 @@ def test_the_state_of_a_compiled_model_has_the_names_of_the_model(store: tc.Stor
 
 
 def test_the_last_commit_is_restored_without_a_loop(store: tc.Store, passes: tc.PassDataset) -> None:
-    """Restored weights, and rows as an evaluation sees them; an open loop ends."""
     model, optimizer = new_model(passes)
     with tiered(store, passes, model=model, optimizer=optimizer) as cache:
-        optimizer = cache.optimizer
-        train(cache, model, optimizer, 1)
+        train(cache, model, 1)
         committed = model.top.weight.clone()
         loop = cache.passes(epochs=2)
         batch = next(next(loop).batches(16))
         model(batch).sum().backward()
-        optimizer.step()
+        cache.optimizer.step()
         assert not torch.equal(model.top.weight, committed)
         cache.restore()
         assert torch.equal(model.top.weight, committed)
@@ -97,7 +83,6 @@ def test_the_last_commit_is_restored_without_a_loop(store: tc.Store, passes: tc.
 
 
 def test_a_model_on_meta_is_refused(store: tc.Store, passes: tc.PassDataset) -> None:
-    """It has no values to train, or to commit; `to_empty` gives it some."""
     with torch.device("meta"):
         model, optimizer = new_model(passes)
     with pytest.raises(
@@ -114,7 +99,7 @@ def test_a_scheduler_that_was_not_registered_is_named(store: tc.Store, passes: t
     with tiered(store, passes, model=model, optimizer=optimizer) as cache:
         scheduler = StepLR(cache.optimizer if "." in whose else optimizer, 1)
         with pytest.warns(UserWarning, match=f"^{whose} has a learning-rate scheduler that was not registered"):
-            train(cache, model, cache.optimizer, 1)
+            train(cache, model, 1)
         cache.register(scheduler=scheduler)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -132,7 +117,7 @@ def test_a_restored_optimizer_has_the_state_of_all_its_parameters(store: tc.Stor
             cache.restore()
             assert all("sum" in optimizer.state[one] for one in model.parameters())
             sums.append(optimizer.state[model.top.weight]["sum"].sum().item())
-            train(cache, model, optimizer, epochs)
+            train(cache, model, epochs)
     assert sums[0] == 0 < sums[1]
 
 
@@ -142,12 +127,11 @@ def checkpointed(folder: Path, passes: int, save: Path | None = None, load: Path
     torch.manual_seed(1)
     model, optimizer = new_model(data)
     with tiered(folder / "m.tc", data, model=model, optimizer=optimizer, retention=9) as cache:
-        optimizer = cache.optimizer
         if load is not None:
             before = cache.store.commit.id
             dcp.load({"rows": cache, "model": model}, checkpoint_id=load, no_dist=True)
             assert cache.store.commit.id == before
-        train(cache, model, optimizer, 9, stop=passes)
+        train(cache, model, 9, stop=passes)
         cache.drain()
         kept = {name: value.clone() for name, value in model.state_dict().items()}
         if save is not None:
@@ -181,7 +165,7 @@ def state_of(folder: Path, store: str, seed: int = 1, load: Any = None) -> Any:
     with tiered(folder / store, data, model=model, optimizer=optimizer, seed=seed, reorganize=True) as cache:
         if load is not None:
             return model.load_state_dict(load)
-        train(cache, model, cache.optimizer, 1)
+        train(cache, model, 1)
         cache.drain()
         return copy.deepcopy(model.state_dict())
 
@@ -222,8 +206,6 @@ def test_random_generators_go_on_from_a_commit() -> None:
 
 
 class Runs:
-    """A pickle that runs code when it is loaded."""
-
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("executed",)
 
@@ -240,9 +222,7 @@ class Runs:
         (saved({"objects": {}})[:-40], "it cannot be unpickled"),
     ],
 )
-def test_dense_state_that_is_none_is_neither_run_nor_recommended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, named: str
-) -> None:
+def test_wrong_dense_state_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, named: str) -> None:
     """Torch's own error would say how to run it."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StateError, match=r"not only tensors and plain values .*so it was not loaded") as caught:

@@ -1,16 +1,14 @@
 """Days of data into one store: the store follows each new schedule."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 import tiercache as tc
 from tests.train.cases import (
@@ -34,10 +32,6 @@ from tiercache.planning.pass_plan import segments_by_pass
 from tiercache.store import Cursor, MemoryEngine, alter, external_sort, load_rows, verify
 from tiercache.store.bulk_load import load_sorted
 from tiercache.store.segment import BASE_PASS, base_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 def one_case(optimizer: Any = None, **options: Any) -> Case:
@@ -68,6 +62,39 @@ def two_days(folder: Path, **options: Any) -> tuple[Case, tc.PassDataset, tc.Pas
     case = one_case(**options)
     cuts = cuts_of(case, drift=3)
     return case, *(write_dataset(folder / f"d{i}", case.schema, cuts[2 * i : 2 * i + 2]) for i in range(2))
+
+
+def outside_rows(case: Case) -> dict[str, tuple[np.ndarray, tuple[np.ndarray, ...]]]:
+    """Return keys and fields of rows from outside, by table: some that are trained, some that are not."""
+    keys, rng = np.arange(-3, 35), np.random.default_rng(4)
+    return {
+        one.name: (keys, tuple(rng.random((keys.size, field.width), dtype=np.float32) for field in one.fields))
+        for one in case.tables
+    }
+
+
+def put(memory: tc.InMemoryCache, name: str, keys: np.ndarray, fields: tuple[np.ndarray, ...]) -> None:
+    """Write the rows of those keys that a cache has."""
+    _, mine, theirs = np.intersect1d(memory.keys(name), keys, return_indices=True)
+    for values, new in zip(memory.fields(name), fields, strict=True):
+        values[mine] = new[theirs]
+
+
+def trained(store: tc.Store, passes: tc.PassDataset, case: Case, *, seed: int = 1, **options: Any) -> Net:
+    with tiered(store, passes, **options) as cache:
+        return train(cache, case, seed=seed)
+
+
+def stopped(store: tc.Store, passes: tc.PassDataset, case: Case, at: int) -> None:
+    """Train up to a pass."""
+
+    def stop(pass_index: int, _batch: int) -> None:
+        if pass_index == at:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError), tiered(store, passes) as cache:
+        train(cache, case, each_batch=stop)
+    assert store.commit.cursor == (at, 0)
 
 
 def day_by_day(
@@ -139,7 +166,6 @@ def test_days_equal_memory_for_any_cut_and_budget(
     tmp_path_factory: pytest.TempPathFactory, seed: int, days: int, each: int, drift: int, commit_every: int,
     small: bool,
 ) -> None:  # fmt: skip
-    """For any passes of a day, shared keys, commits and host budget."""
     path = tmp_path_factory.mktemp("days")
     case = one_case(num_samples=days * each * 16, pass_rows=16, num_keys=40, data_seed=seed, batch=8)
     cuts = cuts_of(case, drift)
@@ -156,7 +182,7 @@ def test_days_equal_memory_for_any_cut_and_budget(
 
 @pytest.mark.parametrize("engine", ["memory", "lmdb"])
 def test_a_day_of_few_keys_leaves_the_rows_of_others_where_they_are(tmp_path: Path, engine: str) -> None:
-    """Segments stay through days that use few, many and then few of their keys; the bits equal those in memory."""
+    """Segments stay through days that use few, many and then few of their keys."""
     case = one_case(tc.optim.Adam(learning_rate=0.01), num_samples=8 * 32, pass_rows=32, num_keys=120)
     cuts = cuts_of(case, drift=0)
     for few in (*cuts[2:4], *cuts[6:]):
@@ -184,14 +210,12 @@ def test_retained_segments_are_of_no_pass_of_the_new_schedule(tmp_path: Path) ->
     cuts = cuts_of(case, drift=0)
     one, two = (write_dataset(tmp_path / f"d{i}", case.schema, part) for i, part in enumerate((cuts[:3], cuts[3:])))
     with open_store(tmp_path / "s.tc", case, "memory") as store:
-        with tiered(store, one) as cache:
-            train(cache, case)
+        trained(store, one, case)
         tc.reorganize(store, two, progress=False)
         retained = [segment for segment in store.segments if segment.id in store.commit.retained_ids]
         assert {segment.pass_index for segment in retained} == {0, 1, 2}
         assert segments_by_pass(store).keys() == {BASE_PASS}
-        with tiered(store, two) as cache:
-            train(cache, case)
+        trained(store, two, case)
         assert segments_by_pass(store).keys() == {0}
 
 
@@ -209,8 +233,7 @@ def test_a_day_can_be_taken_back_to_before_the_store_was_reorganized(tmp_path: P
         store.rollback(end)
         passes = tc.PassDataset.open(tmp_path / "first" / "day2")
         tc.reorganize(store, passes, progress=False)
-        with tiered(store, passes) as cache:
-            last = train(cache, case, seed=77)
+        last = trained(store, passes, case, seed=77)
         assert store.commit.retained_ids
         assert_bits_of_memory(store, whole, last, case)
     assert verify(tmp_path / "s.tc")["problems"] == []
@@ -226,8 +249,7 @@ def test_more_epochs_of_the_same_days_go_on_as_if_never_reorganized(tmp_path: Pa
     with open_store(tmp_path / "s.tc", case, "memory") as store:
         for passes, epochs in ((days[0], 2), (days[1], 1), (days[0], 1)):
             tc.reorganize(store, passes, progress=False)
-            with tiered(store, passes) as cache:
-                model = train(cache, case, epochs=epochs)
+            model = trained(store, passes, replace(case, epochs=epochs))
         assert_bits_of_memory(store, whole, model, case)
 
 
@@ -236,8 +258,7 @@ def test_a_store_that_follows_the_schedule_is_left_as_it_is(tmp_path: Path) -> N
     case, one, two = two_days(tmp_path, num_samples=4 * 32, pass_rows=32)
     with open_store(tmp_path / "s.tc", case, "memory") as store:
         assert tc.reorganize(store, one, progress=False) is None
-        with tiered(store, one) as cache:
-            train(cache, case)
+        trained(store, one, case)
         commit = store.commit
         assert tc.reorganize(store, one, progress=False) is commit
         moved = tc.reorganize(store, two, progress=False)
@@ -247,11 +268,9 @@ def test_a_store_that_follows_the_schedule_is_left_as_it_is(tmp_path: Path) -> N
 
 
 def test_training_in_another_order_is_refused_until_the_store_was_reorganized(tmp_path: Path) -> None:
-    """The error says what to call: for another dataset, another order, and a compacted store."""
     case, one, two = two_days(tmp_path, num_samples=4 * 32, pass_rows=32)
     with open_store(tmp_path / "s.tc", case, "memory") as store:
-        with tiered(store, one) as cache:
-            train(cache, case)
+        trained(store, one, case)
         for passes, seed in ((two, None), (one, 5)):
             with pytest.raises(tc.TierCacheError, match=r"tiercache\.reorganize\(store, passes\) to continue"):
                 tiered(store, passes, order_seed=seed)
@@ -261,81 +280,55 @@ def test_training_in_another_order_is_refused_until_the_store_was_reorganized(tm
             tiered(store, one)
         assert_same_bits(before, result_of(store, one, None))
         tc.reorganize(store, one, order_seed=5, progress=False)
-        with tiered(store, one, order_seed=5) as cache:
-            train(cache, case)
+        trained(store, one, case, order_seed=5)
 
 
 def test_a_store_inside_a_pass_is_not_reorganized(tmp_path: Path) -> None:
     """The rest of the pass would never be trained."""
     case, one, two = two_days(tmp_path, num_samples=4 * 32, pass_rows=32)
     with open_store(tmp_path / "s.tc", case, "memory") as store:
-        with tiered(store, one) as cache:
-            torch.manual_seed(1)
-            model = Net(cache, case).to(cache.device)
-            cache.register(model=model)
-            for p in cache.passes(epochs=1):
-                batch = next(iter(p.batches(8)))
-                nn.BCEWithLogitsLoss()(model(batch), batch.label).backward()
-                cache.optimizer.step()
-                cache.commit()
-                break
+
+        def leave(_pass_index: int, _batch: int) -> None:
+            cache.commit()
+            raise InterruptedError
+
+        with pytest.raises(InterruptedError), tiered(store, one) as cache:
+            train(cache, case, each_batch=leave)
         with pytest.raises(ValueError, match="stands inside pass 0: train to the end of a pass"):
             tc.reorganize(store, two, progress=False)
 
 
 @pytest.mark.parametrize("engine", ["memory", "zarr"])
 def test_rows_from_outside_are_what_training_goes_on_from(tmp_path: Path, engine: str) -> None:
-    """A filled store, reorganized for a dataset, trains to the bits of a training in memory with the same rows."""
     case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=40)
     passes = write_dataset(tmp_path / "passes", case.schema, cuts_of(case, drift=5))
-    cache = tc.InMemoryCache(passes)
-    given: dict[str, dict[int, list[np.ndarray]]] = {}
-    rng = np.random.default_rng(4)
-    chunks = []
-    for one in case.tables:
-        keys = np.arange(-3, 35)  # some that are trained, some that are not
-        fields = tuple(rng.random((keys.size, field.width), dtype=np.float32) for field in one.fields)
-        chunks.append((one.name, (keys, fields)))
-        given[one.name] = {key: [values[i] for values in fields] for i, key in enumerate(keys.tolist())}
-        for i, key in enumerate(cache.keys(one.name).tolist()):
-            for values, row in zip(cache.fields(one.name), given[one.name].get(key, []), strict=False):
-                values[i] = row
+    cache, given = tc.InMemoryCache(passes), outside_rows(case)
+    for name, rows in given.items():
+        put(cache, name, *rows)
     with open_store(tmp_path / "s.tc", case, engine) as store:
-        load_rows(store, chunks)
+        load_rows(store, [*given.items()])
         with pytest.raises(tc.TierCacheError, match="has no training schedule at commit 0"):
             tiered(store, passes)
         tc.reorganize(store, passes, progress=False)
-        with tiered(store, passes) as tiers:
-            model = train(tiers, case)
+        model = trained(store, passes, case)
         assert_same_bits(result_of_resident(cache, train(cache, case)), result_of(store, passes, model))
         untouched = store.lookup("item", np.array([-3]))
-        assert [values[0].tolist() for values in untouched.values()] == [row.tolist() for row in given["item"][-3]]
+        assert [values[0].tolist() for values in untouched.values()] == [one[0].tolist() for one in given["item"][1]]
 
 
 @pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
 def test_rows_imported_in_the_midst_of_a_schedule_are_what_it_goes_on_with(tmp_path: Path, engine: str) -> None:
-    """Some rows of one table, between two passes of the second epoch: the bits equal a training in memory with them."""
     case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=40, epochs=3, batch=32)
     passes = write_dataset(tmp_path / "passes", case.schema, cuts_of(case, drift=5))
-    keys = np.arange(-3, 35)  # some that are trained, some that are not
-    rng = np.random.default_rng(4)
-    fields = tuple(rng.random((keys.size, field.width), dtype=np.float32) for field in case.tables[0].fields)
+    keys, fields = outside_rows(case)["item"]
     memory = tc.InMemoryCache(passes)
 
     def replace_rows(pass_index: int, _batch: int) -> None:
         if pass_index == 5:
-            theirs = memory.keys("item")
-            for mine, values in zip(fields, memory.fields("item"), strict=True):
-                values[np.isin(theirs, keys)] = mine[[keys.tolist().index(k) for k in theirs if k in keys]]
-
-    def stop(pass_index: int, _batch: int) -> None:
-        if pass_index == 6:
-            raise InterruptedError
+            put(memory, "item", keys, fields)
 
     with open_store(tmp_path / "s.tc", case, engine, retention=2) as store:
-        with pytest.raises(InterruptedError), tiered(store, passes) as tiers:
-            train(tiers, case, each_batch=stop)
-        assert store.commit.cursor == (6, 0)
+        stopped(store, passes, case, at=6)
         tc.import_store({"item": (keys, fields[0])}, store, tables=[case.tables[0]], initial_state=True)
         load_rows(store, [("item", (keys, fields))])
         with pytest.raises(tc.TierCacheError, match="has no training schedule at commit"):
@@ -364,13 +357,8 @@ def test_an_altered_store_trains_on_as_one_that_was_made_of_its_rows(tmp_path: P
     altered = replace(case, tables=tables)
     new_passes = write_dataset(tmp_path / "altered", altered.schema, cuts)
 
-    def stop(pass_index: int, _batch: int) -> None:
-        if pass_index == 6:
-            raise InterruptedError
-
     with open_store(tmp_path / "s.tc", case, engine) as store, open_store(tmp_path / "b.tc", altered, engine) as other:
-        with pytest.raises(InterruptedError), tiered(store, passes) as tiers:
-            train(tiers, case, each_batch=stop)
+        stopped(store, passes, case, at=6)
         before = {one.name: [fields[0] for _, fields in store.scan(one.name)] for one in tables}
         commit = alter(store, tables)
         assert commit.settings["tables"] == {"item": {"step": 0}, "user": {"step": 0}}
@@ -393,10 +381,7 @@ def test_an_altered_store_trains_on_as_one_that_was_made_of_its_rows(tmp_path: P
 def test_a_reorganized_store_trains_at_the_smallest_host_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pass_rows: int, large_pages: bool
 ) -> None:
-    """Ranges of first uses are longer than a region of host memory, whose peak stays within the plan.
-
-    Also for a store that was reorganized with pages of 40 KiB, for any passes.
-    """
+    """Also with ranges longer than a region of host memory, and with pages of 40 KiB."""
     tables = (table("user", 24), table("item", 24))
     specs = (Spec(name="u", table="user"), Spec(name="i", table="item", hotness="multi_hot"))
     case = Case(
@@ -405,8 +390,7 @@ def test_a_reorganized_store_trains_at_the_smallest_host_budget(
     )  # fmt: skip
     passes = case.cut(tmp_path / "p")
     with open_store(tmp_path / "s", case, "memory") as store:
-        with tiered(store, passes) as cache:
-            train(cache, case)
+        trained(store, passes, case)
         if large_pages:
             monkeypatch.setattr("tiercache.dist.reorganize._layout", lambda _: base_layout)
         tc.reorganize(store, passes, order_seed=5, progress=False)
@@ -425,8 +409,7 @@ def test_a_page_that_no_region_holds_is_said(tmp_path: Path) -> None:
     """A plan that does not count the store's pages ends in an error, not in a loop."""
     case, one, two = two_days(tmp_path, num_samples=4 * 4096, pass_rows=4096, num_keys=9000)
     with open_store(tmp_path / "s", case, "memory") as store:
-        with tiered(store, one) as cache:
-            train(cache, case)
+        trained(store, one, case)
         tc.reorganize(store, two, progress=False)
         with tiered(store, two) as cache:
             cache._rows.memory.region_bytes = 1024

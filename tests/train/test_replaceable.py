@@ -1,9 +1,9 @@
 """Modules that do more than look up are not replaced by tc.convert."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,16 +14,9 @@ import tiercache as tc
 from tests.train.cases import table, tiered
 from tests.train.test_convert import SCHEMA, Small
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 
 class Scaled(nn.Embedding):
-    """Has a custom forward."""
-
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
-        """Scale what is looked up."""
         return super().forward(keys) * 100.0
 
 
@@ -32,23 +25,16 @@ class Named(nn.Embedding):
 
 
 class Called(nn.Embedding):
-    """Scales what it looks up before hooks run."""
-
     def __call__(self, keys: torch.Tensor) -> torch.Tensor:
-        """Scale what is looked up."""
         return super().__call__(keys) * 3.0  # type: ignore[no-any-return]
 
 
 class Saved(nn.Embedding):
-    """Saves its weight in another form."""
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}half"] = self.weight.half()
 
 
 class Projected(nn.Embedding):
-    """Has a parameter that the model reads."""
-
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
         self.scale = nn.Parameter(torch.ones(1))
@@ -60,106 +46,61 @@ def tied(model: Any) -> None:
     model.out.weight = model.user_emb.weight
 
 
-def captured(model: Any) -> None:
-    """Keep a weight for a regularizer."""
-    model.penalized = {"all": [model.user_emb.weight]}
-
-
 def closed_over(model: Any) -> None:
-    """Capture a weight in a function."""
     weight = model.user_emb.weight
     model.penalty = lambda: weight.square().sum()
 
 
-def viewed(model: Any) -> None:
-    """Keep a view of a weight."""
-    model.register_buffer("first", model.user_emb.weight.detach()[:3])
+def hook(*_: Any) -> None:
+    """Do nothing."""
 
 
-def shared(model: Any) -> None:
-    """Give modules of two tables one weight."""
-    model.items.weight = model.user_emb.weight
-
-
-def patched(model: Any) -> None:
-    """Replace the forward of one module."""
-    model.user_emb.forward = lambda keys: keys
+def user_of(kind: type[nn.Embedding]) -> Callable[[Any], object]:
+    return lambda model: setattr(model, "user_emb", kind(20, 4))
 
 
 TRAPS: dict[str, tuple[Callable[[Any], object], str]] = {
-    "own forward": (
-        lambda model: setattr(model, "user_emb", Scaled(20, 4)),
-        r"user_emb \(Scaled\) has its own forward",
-    ),
-    "patched": (patched, r"user_emb \(Embedding\) has its own forward"),
-    "forward hook": (
-        lambda model: model.user_emb.register_forward_hook(lambda _, __, out: out * 100),
-        "user_emb has forward hooks",
-    ),
-    "pre-hook": (
-        lambda model: model.user_emb.register_forward_pre_hook(lambda _, given: given),
-        "user_emb has forward pre hooks",
-    ),
-    "backward hook": (
-        lambda model: model.user_emb.register_full_backward_hook(lambda *_: None),
-        "user_emb has backward hooks",
-    ),
-    "hook on a weight": (
-        lambda model: model.user_emb.weight.register_hook(lambda grad: grad),
-        "the weight of user_emb has hooks",
-    ),
+    "own forward": (user_of(Scaled), r"user_emb \(Scaled\) has its own forward"),
+    "patched": (lambda m: setattr(m.user_emb, "forward", print), r"user_emb \(Embedding\) has its own forward"),
+    "forward hook": (lambda m: m.user_emb.register_forward_hook(hook), "user_emb has forward hooks"),
+    "pre-hook": (lambda m: m.user_emb.register_forward_pre_hook(hook), "user_emb has forward pre hooks"),
+    "backward hook": (lambda m: m.user_emb.register_full_backward_hook(hook), "user_emb has backward hooks"),
+    "hook on a weight": (lambda m: m.user_emb.weight.register_hook(hook), "the weight of user_emb has hooks"),
     "hook on an accumulated gradient": (
-        lambda model: model.user_emb.weight.register_post_accumulate_grad_hook(lambda weight: None),
-        "the weight of user_emb has hooks",
+        lambda m: m.user_emb.weight.register_post_accumulate_grad_hook(hook), "the weight of user_emb has hooks",
     ),
-    "state hook": (
-        lambda model: model.user_emb.register_state_dict_post_hook(lambda *_: None),
-        "user_emb has state dict hooks",
-    ),
+    "state hook": (lambda m: m.user_emb.register_state_dict_post_hook(hook), "user_emb has state dict hooks"),
     "load hook": (
-        lambda model: model.user_emb.register_load_state_dict_post_hook(lambda *_: None),
-        "user_emb has load state dict post hooks",
+        lambda m: m.user_emb.register_load_state_dict_post_hook(hook), "user_emb has load state dict post hooks",
     ),
-    "own call": (
-        lambda model: setattr(model, "user_emb", Called(20, 4)),
-        r"user_emb \(Called\) has its own __call__, which the new module would not have",
-    ),
-    "own state": (
-        lambda model: setattr(model, "user_emb", Saved(20, 4)),
-        r"user_emb \(Saved\) has its own _save_to_state_dict",
-    ),
-    "own parameter": (
-        lambda model: setattr(model, "user_emb", Projected(20, 4)),
-        r"user_emb \(Projected\) has its own scale",
-    ),
+    "own call": (user_of(Called), r"user_emb \(Called\) has its own __call__, which the new module would not have"),
+    "own state": (user_of(Saved), r"user_emb \(Saved\) has its own _save_to_state_dict"),
+    "own parameter": (user_of(Projected), r"user_emb \(Projected\) has its own scale"),
     "own buffer": (
-        lambda model: model.user_emb.register_buffer("mask", torch.ones(20)),
-        r"user_emb \(Embedding\) has its own mask",
+        lambda m: m.user_emb.register_buffer("mask", torch.ones(20)), r"user_emb \(Embedding\) has its own mask",
     ),
     "own child": (
-        lambda model: model.items.add_module("norm", nn.LayerNorm(4)),
-        r"items \(EmbeddingBag\) has its own norm",
+        lambda m: m.items.add_module("norm", nn.LayerNorm(4)), r"items \(EmbeddingBag\) has its own norm",
     ),
     "own attribute": (
-        lambda model: setattr(model.user_emb, "scale", 2.0),
+        lambda m: setattr(m.user_emb, "scale", 2.0),
         r"user_emb \(Embedding\) has its own scale, .*: move it to the module that calls it, delete it, or exclude",
     ),
-    "weight_norm": (
-        lambda model: torch.nn.utils.parametrizations.weight_norm(model.user_emb),
-        "user_emb is parametrized",
-    ),
+    "weight_norm": (lambda m: nn.utils.parametrizations.weight_norm(m.user_emb), "user_emb is parametrized"),
     "tied": (tied, "the weight of user_emb is also out.weight"),
-    "captured": (captured, r"the weight of user_emb is also penalized\['all'\]\[0\]"),
+    "captured": (
+        lambda m: setattr(m, "penalized", {"all": [m.user_emb.weight]}),
+        r"the weight of user_emb is also penalized\['all'\]\[0\]",
+    ),
     "closed over": (closed_over, "the weight of user_emb is also a variable of penalty"),
-    "viewed": (viewed, "the weight of user_emb is also first"),
-    "shared": (shared, "shares its weight with a module of table '(item|user)'"),
-}
-
-
-def tied_modules(first: nn.Module, second: nn.Module) -> nn.Module:
-    """Return a model in which two modules share a weight."""
-    second.weight = first.weight  # type: ignore[assignment]
-    return nn.ModuleDict({"encoder": first, "decoder": second})
+    "viewed": (
+        lambda m: m.register_buffer("first", m.user_emb.weight.detach()[:3]), "the weight of user_emb is also first",
+    ),
+    "shared": (
+        lambda m: setattr(m.items, "weight", m.user_emb.weight),
+        "shares its weight with a module of table '(item|user)'",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -177,9 +118,9 @@ def tied_modules(first: nn.Module, second: nn.Module) -> nn.Module:
 )
 def test_modules_of_one_weight_have_the_same_settings(first: nn.Module, second: nn.Module, words: str | None) -> None:
     """One would return a row that the other trains or scales, or not. A bag only skips its padding."""
-    with torch.no_grad():
-        first.weight.zero_()  # type: ignore[union-attr,operator]
-    model = tied_modules(first, second)
+    nn.init.zeros_(first.weight)  # type: ignore[arg-type]
+    second.weight = first.weight  # type: ignore[assignment]
+    model = nn.ModuleDict({"encoder": first, "decoder": second})
     if words is None:
         assert isinstance(tc.convert(model), nn.ModuleDict)
         return
@@ -213,7 +154,6 @@ def test_a_weight_of_two_optimizers_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", TRAPS)
 def test_a_module_that_does_more_than_look_up_is_not_replaced(what: str) -> None:
-    """The error names the module and what to change, and the model is unchanged."""
     model = Small()
     change, words = TRAPS[what]
     change(model)
@@ -231,8 +171,6 @@ def test_marks_of_libraries_on_a_module_are_no_attributes_of_the_model() -> None
 
 
 def test_a_state_of_the_original_model_is_refused_wherever_a_table_was() -> None:
-    """A parameter, and a module that looks up several features; strict or not."""
-
     class Triples(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -259,14 +197,12 @@ def test_an_optimizer_that_was_made_before_is_named(tmp_path: Path) -> None:
         tc.convert(model, data)
     with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
         loop = cache.passes(epochs=1)
-        with pytest.raises(
-            tc.errors.StateError, match=r"first has shape \(20, 4\).*create optimizers after tc.convert"
-        ):
+        words = r"first has shape \(20, 4\).*create optimizers after tc.convert"
+        with pytest.raises(tc.errors.StateError, match=words):
             next(loop)
 
 
 def test_a_padding_row_that_is_not_zeros_is_not_replaced() -> None:
-    """Initializing all weights overwrites it. Bags never read that row, and a renamed subclass is fine."""
     model = nn.ModuleDict({"user": nn.Embedding(20, 4, padding_idx=2), "item": nn.EmbeddingBag(20, 4, padding_idx=2)})
     for one in model.values():
         nn.init.constant_(one.weight, 7.0)  # type: ignore[arg-type]
@@ -275,40 +211,37 @@ def test_a_padding_row_that_is_not_zeros_is_not_replaced() -> None:
     with torch.no_grad():
         model["user"].weight[2] = 0  # type: ignore[index,operator]
     tc.convert(model, SCHEMA)
-    assert isinstance(tc.convert(nn.ModuleDict({"user": Named(20, 4)}), SCHEMA)["user"], tc.Embedding)  # type: ignore[index]
 
 
-def test_weights_that_share_a_storage_and_no_memory_are_replaced() -> None:
+@pytest.mark.parametrize(("first", "fits"), [(80, True), (60, False)])
+def test_weights_that_share_a_storage_and_no_memory_are_replaced(first: int, fits: bool) -> None:
     """For example cut from one buffer; an overlap is refused."""
-    for first, fits in ((80, True), (60, False)):
-        flat = torch.zeros(100)
-        model = nn.ModuleDict({"user": nn.Embedding(20, 4), "top": nn.Linear(4, 2, bias=False)})
-        views = {"user.weight": flat[:80].view(20, 4), "top.weight": flat[first : first + 8].view(2, 4)}
-        model.load_state_dict(views, assign=True)
-        if fits:
-            assert isinstance(tc.convert(model, SCHEMA)["user"], tc.Embedding)  # type: ignore[index]
-        else:
-            with pytest.raises(ValueError, match=r"the weight of user is also top\.weight"):
-                tc.convert(model, SCHEMA)
+    flat = torch.zeros(100)
+    model = nn.ModuleDict({"user": nn.Embedding(20, 4), "top": nn.Linear(4, 2, bias=False)})
+    views = {"user.weight": flat[:80].view(20, 4), "top.weight": flat[first : first + 8].view(2, 4)}
+    model.load_state_dict(views, assign=True)
+    if fits:
+        assert isinstance(tc.convert(model, SCHEMA)["user"], tc.Embedding)  # type: ignore[index]
+    else:
+        with pytest.raises(ValueError, match=r"the weight of user is also top\.weight"):
+            tc.convert(model, SCHEMA)
 
 
-def test_slices_of_one_tensor_that_do_not_overlap_are_two_tables() -> None:
+@pytest.mark.parametrize(("first", "fits"), [(20, True), (19, False)])
+def test_slices_of_one_tensor_that_do_not_overlap_are_two_tables(first: int, fits: bool) -> None:
     """For example of one pretrained matrix; slices that overlap would diverge."""
     whole = torch.randn(40, 4)
-    for first, fits in ((20, True), (19, False)):
-        slices = {"user": whole[:20], "item": whole[first : first + 20]}
-        model = nn.ModuleDict({name: nn.Embedding.from_pretrained(one) for name, one in slices.items()})
-        if fits:
-            made: Any = tc.convert(model)
-            assert torch.equal(made["item"].weights["item"], whole[20:])
-        else:
-            with pytest.raises(ValueError, match="item shares its weight with a module of table 'user'"):
-                tc.convert(model)
+    slices = {"user": whole[:20], "item": whole[first : first + 20]}
+    model: Any = nn.ModuleDict({name: nn.Embedding.from_pretrained(one) for name, one in slices.items()})
+    if fits:
+        assert torch.equal(tc.convert(model)["item"].weights["item"], whole[20:])
+    else:
+        with pytest.raises(ValueError, match="item shares its weight with a module of table 'user'"):
+            tc.convert(model)
 
 
 @pytest.mark.parametrize("value", [nn.Parameter(torch.zeros(20, 4)), torch.zeros(20, 4)])
 def test_a_weight_cannot_be_assigned_after_the_conversion(value: torch.Tensor) -> None:
-    """The error says where rows are; other parameters are registered as in torch."""
     model: Any = tc.convert(Small(), SCHEMA, {"items": ["item", "seen"]})
     with pytest.raises(AttributeError, match="the weight of table 'user' was assigned, but its rows are in the store"):
         model.user_emb.weight = value

@@ -1,9 +1,9 @@
 """Settings of row optimizers that change between steps: they apply from the next step, as in torch, or are refused."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +11,6 @@ import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
 import tiercache as tc
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 KEYS, DIM, BATCH, STEPS = 4, 5, 8, 8
 
@@ -48,7 +44,6 @@ CASES = {
 
 
 def torchs(optimizer: Any, rows: torch.Tensor) -> torch.optim.Optimizer:
-    """Return the torch optimizer with the settings of a row optimizer."""
     if isinstance(optimizer, tc.optim.RowWiseRMSprop):
         return torch.optim.RMSprop([rows], 0.1)
     if isinstance(optimizer, tc.optim.SGD):
@@ -126,8 +121,6 @@ def test_momentum_of_rows_without_a_buffer_is_refused(tmp_path: Path, settings: 
     ],
 )
 def test_settings_that_no_optimizer_takes_are_refused(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
-    """The same errors as for a table."""
-
     def begin(one: torch.optim.Optimizer) -> Callable[[], None]:
         mine = settings if "table" in one.param_groups[0] else {}
         return lambda: one.param_groups[0].update(mine)

@@ -1,10 +1,7 @@
 """Writes to rows besides steps match torch's: max_norm at a lookup, and hooks after a step."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,13 +10,11 @@ from torch import nn
 from torch.nn import functional
 
 import tiercache as tc
-from tests.train.cases import tiered
+from tests.dist.pool import RanksPool
+from tests.train.cases import table, tiered
 from tests.train.test_convert import SCHEMA, Small
+from tiercache.dist.communicator import AnyCommunicator
 from tiercache.errors import StateError
-
-if TYPE_CHECKING:
-    from tests.dist.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
 
 ROWS, DIM = 40, 6
 
@@ -53,14 +48,10 @@ def test_max_norm_scales_rows_at_a_lookup_as_torch_does(tmp_path: Path, norm_typ
     assert (model.words.max_norm, model.bag.norm_type) == (0.7, norm_type)
     every = [(torch.randint(0, ROWS - 5, (8, 3)), torch.randint(0, ROWS - 5, (8, 2))) for _ in range(6)]
     sets = [
-        {
-            "words": [one[0].numpy().ravel() for one in every[p::2]],
-            "bag": [one[1].numpy().ravel() for one in every[p::2]],
-        }
+        {name: [one[i].numpy().ravel() for one in every[p::2]] for i, name in enumerate(("words", "bag"))}
         for p in range(2)
     ]
-    schema: Any = model.words.schema
-    data = tc.write_key_sets(tmp_path / "keys", schema, sets)
+    data = tc.write_key_sets(tmp_path / "keys", model.words.schema, sets)  # type: ignore[arg-type]
     with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
         for p in cache.passes(epochs=2):
             for batch in every[p.sub_dataset :: 2]:
@@ -87,15 +78,10 @@ def test_max_norm_scales_rows_at_a_lookup_as_torch_does(tmp_path: Path, norm_typ
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_hook_writes_the_rows_of_a_step(tmp_path: Path, dtype: str) -> None:
     """Only rows of its table, each once, after the step; after its removal, it does nothing."""
-    rows, rate = 10, 0.5
-    tables = [
-        tc.Table(
-            name=name, dim=4, optimizer=tc.optim.SGD(learning_rate=rate), dtype=dtype, initializer=tc.init.Normal()
-        )
-        for name in ("entity", "other")
-    ]
-    data = tc.write_key_sets(tmp_path / "k", tables, [{"entity": np.arange(rows), "other": np.arange(rows)}])
-    model = nn.ModuleDict({name: tc.Embedding(data.schema, name) for name in ("entity", "other")})
+    names, every, rate = ("entity", "other"), torch.arange(10), 0.5
+    tables = [table(name, 4, tc.optim.SGD(learning_rate=rate), tc.init.Normal(), dtype=dtype) for name in names]
+    data = tc.write_key_sets(tmp_path / "k", tables, [dict.fromkeys(names, every.numpy())])
+    model = nn.ModuleDict({name: tc.Embedding(data.schema, name) for name in names})
     seen: list[tuple[int, ...]] = []
 
     def normalize(vectors: torch.Tensor) -> torch.Tensor:
@@ -110,20 +96,19 @@ def test_a_row_hook_writes_the_rows_of_a_step(tmp_path: Path, dtype: str) -> Non
         for p in cache.passes(epochs=1):
             keys = torch.tensor([[1, 2], [2, 7]])
             with torch.no_grad():
-                before = {name: model[name](torch.arange(rows)) for name in model}
+                before = {name: model[name](every) for name in names}
             (model["entity"](keys).sum() + model["other"](keys).sum()).backward()
             cache.optimizer.step()
             cache.optimizer.zero_grad()
             with torch.no_grad():
-                after = {name: model[name](torch.arange(rows)) for name in model}
-            moved = {name: before[name].clone() for name in model}
-            for name in model:
-                moved[name][[1, 2, 7]] -= rate * torch.tensor([1.0, 2.0, 1.0])[:, None]
-            expected = moved["entity"].clone()
-            expected[[1, 2, 7]] = functional.normalize(moved["entity"][[1, 2, 7]], dim=1)
-            tolerance = {"rtol": 1e-6, "atol": 1e-6} if dtype == "float32" else {"rtol": 2e-2, "atol": 2e-2}
-            torch.testing.assert_close(after["entity"], expected, **tolerance)
-            torch.testing.assert_close(after["other"], moved["other"], **tolerance)
+                after = {name: model[name](every) for name in names}
+            expected = {name: before[name].clone() for name in names}
+            for rows in expected.values():
+                rows[[1, 2, 7]] -= rate * torch.tensor([1.0, 2.0, 1.0])[:, None]
+            expected["entity"][[1, 2, 7]] = functional.normalize(expected["entity"][[1, 2, 7]], dim=1)
+            tolerance = dict.fromkeys(["rtol", "atol"], 1e-6 if dtype == "float32" else 2e-2)
+            for name in names:
+                torch.testing.assert_close(after[name], expected[name], **tolerance)
             assert torch.equal(after["entity"][[0, 3, 9]], before["entity"][[0, 3, 9]])
             assert seen == [(3, 4)]
             handle.remove()

@@ -1,9 +1,8 @@
 """Rows follow a GradScaler, in any use by the loop: unscaled, or skipped."""
 
-from __future__ import annotations
-
-import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,24 +14,17 @@ from tests.train.cases import registered, tiered
 from tests.train.test_bad_input import CASE, one_sentence, store, trained
 from tiercache.errors import StateError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    Trained = tc.TierCache | tc.InMemoryCache
-
 __all__ = ["store", "trained"]  # fixtures
+Trained = tc.TierCache | tc.InMemoryCache
 
 
 @pytest.fixture(params=["tiered", "resident"])
 def cache(request: pytest.FixtureRequest, store: tc.Store, passes: tc.PassDataset) -> Iterator[Trained]:
-    """A cache of either kind."""
     with tc.InMemoryCache(passes) if request.param == "resident" else tiered(store, passes) as made:
         yield made
 
 
 def vectors_of(cache: Trained, p: Any) -> np.ndarray:
-    """Return the current vectors of a table."""
     keys = np.array(p.source.keys(CASE.tables[0].name))
     out = (np.empty((keys.size, CASE.tables[0].dim), np.float32),)
     cache.live_rows().fill(CASE.tables[0].name, keys, out)
@@ -40,7 +32,6 @@ def vectors_of(cache: Trained, p: Any) -> np.ndarray:
 
 
 def opened(cache: Trained) -> tuple[Any, Any, Any, Any]:
-    """Return the loop, the first pass, its first batch and the trained objects."""
     trained, loop = registered(cache, CASE), cache.passes(epochs=2)
     p = next(loop)
     return loop, p, next(p.batches(16)), trained
@@ -74,10 +65,9 @@ def test_a_scaled_loss_trains_rows_as_one_that_is_not(tmp_path: Path, passes: tc
 
 def test_a_scaled_step_of_dense_parameters_alone_is_refused(cache: Trained) -> None:
     """It would unscale only them, not rows; none has changed."""
-    trained, loop = registered(cache, CASE), cache.passes(epochs=2)
-    p = next(loop)
+    loop, p, batch, (model, _) = opened(cache)
     before, scaler = vectors_of(cache, p), GradScaler("cpu")
-    scaler.scale(trained[0](next(p.batches(16))).sum()).backward()
+    scaler.scale(model(batch).sum()).backward()
     with one_sentence(StateError, "SGD was stepped by itself", "optimizer = cache.optimizer"):
         scaler.step(cache.optimizer.dense[0])
     assert np.array_equal(vectors_of(cache, p), before)
@@ -87,10 +77,8 @@ def test_a_scaled_step_of_dense_parameters_alone_is_refused(cache: Trained) -> N
 def test_gradients_unscaled_for_an_own_optimizer_first_are_refused(passes: tc.PassDataset) -> None:
     """Dense gradients are divided by the scale twice, those of rows once. No row moves."""
     with tc.InMemoryCache(passes) as cache:
-        model, optimizer = registered(cache, CASE)
-        loop, scaler = cache.passes(epochs=2), GradScaler("cpu", init_scale=8.0)
-        p = next(loop)
-        batch, before = next(p.batches(16)), vectors_of(cache, p)
+        loop, p, batch, (model, optimizer) = opened(cache)
+        before, scaler = vectors_of(cache, p), GradScaler("cpu", init_scale=8.0)
         scaler.scale(model(batch).sum()).backward()
         scaler.unscale_(cache.optimizer.dense[0])
         with one_sentence(StateError, "changed twice", "pass cache.optimizer to both"):
@@ -103,25 +91,6 @@ def test_gradients_unscaled_for_an_own_optimizer_first_are_refused(passes: tc.Pa
         loop.close()
 
 
-def test_gradients_of_parameters_may_be_unscaled_before_those_of_rows(passes: tc.PassDataset) -> None:
-    """By hand, over the model and over the tables."""
-    found = []
-    for scale in (1.0, 8.0):
-        with tc.InMemoryCache(passes) as cache:
-            torch.manual_seed(0)
-            loop, pass_index, batch, (model, optimizer) = opened(cache)
-            (model(batch).sum() * scale).backward()
-            for parameter in model.parameters():
-                parameter.grad.div_(scale)
-            of_tables = [group["params"] for group in optimizer.param_groups if "table" in group]
-            for parameter in itertools.chain(*of_tables):
-                parameter.grad.div_(scale)
-            optimizer.step()
-            found.append(vectors_of(cache, pass_index))
-            loop.close()
-    assert np.array_equal(*found)
-
-
 class Pair(torch.nn.Module):
     """Two lookups of one table, whose outputs are combined in many ways."""
 
@@ -131,7 +100,6 @@ class Pair(torch.nn.Module):
         self.one, self.two, self.how = tc.Embedding(CASE.schema, name), tc.EmbeddingCollection(CASE.schema, [name]), how
 
     def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Return a loss."""
         return self.how(self.one(batch), self.two(batch)[CASE.specs[0].name])
 
 
@@ -148,9 +116,7 @@ MEETINGS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("how", MEETINGS)
 @pytest.mark.parametrize("clips", [False, True])
-def test_gradients_that_share_memory_are_unscaled_and_clipped_once(
-    passes: tc.PassDataset, how: str, clips: bool
-) -> None:
+def test_gradients_that_share_memory_are_unscaled_once(passes: tc.PassDataset, how: str, clips: bool) -> None:
     """Autograd passes one tensor to both sides of a sum; rows end with the bits of a loop without a scale."""
     found = []
     for scale in (1.0, 2.0**12):
@@ -171,7 +137,6 @@ def test_gradients_that_share_memory_are_unscaled_and_clipped_once(
 
 
 def test_an_overflow_skips_rows_too(cache: Trained) -> None:
-    """No row changes, and the pass may end after it."""
     loop, pass_index, batch, (model, optimizer) = opened(cache)
     before = vectors_of(cache, pass_index)
     scaler = GradScaler("cpu")
@@ -182,21 +147,6 @@ def test_an_overflow_skips_rows_too(cache: Trained) -> None:
     assert np.array_equal(vectors_of(cache, pass_index), before)
     assert not cache.optimizer.rows.pending, "what was skipped waits for no step"
     loop.close()
-
-
-def test_a_rows_optimizer_takes_a_scaler_of_its_own(passes: tc.PassDataset) -> None:
-    """``scaler.step(cache.optimizer)``: as with torch's optimizers."""
-    model = Net()
-    with tc.InMemoryCache(passes, model=model) as cache:
-        loop = cache.passes(epochs=2)
-        p = next(loop)
-        before, scaler = vectors_of(cache, p), GradScaler("cpu")
-        scaler.scale(model(next(p.batches(16))).sum()).backward()
-        scaler.step(cache.optimizer)
-        changed = vectors_of(cache, p) - before
-        assert changed.any()
-        assert np.abs(changed).max() < 100
-        loop.close()
 
 
 def test_a_scaler_of_another_model_disturbs_nobody(cache: Trained) -> None:
@@ -211,15 +161,3 @@ def test_a_scaler_of_another_model_disturbs_nobody(cache: Trained) -> None:
         scaler.scale(other(torch.ones(2, 3)).sum()).backward()
         optimizer.step()
     passes.close()
-
-
-class Net(torch.nn.Module):
-    """One vector for each id."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.vectors = tc.EmbeddingCollection(CASE.schema, [CASE.specs[0].name])
-
-    def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Return all vectors."""
-        return self.vectors(batch)[CASE.specs[0].name]

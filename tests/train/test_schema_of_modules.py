@@ -1,9 +1,9 @@
 """A module, the dataset and the store have one schema: no lookup reads a row with another schema's dim or hotness."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +13,6 @@ import tiercache as tc
 from tests.train.cases import Case, Spec, open_store, table, tiered
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import DatasetError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 CASE = Case(
     tables=(table("a", 4), table("b", 4)),
@@ -75,7 +71,6 @@ MODULES: dict[str, Callable[[tc.Schema, str], torch.nn.Module]] = {
 
 
 def feature_of(schema: tc.Schema, words: tuple[str, ...]) -> str:
-    """Return a feature that shows an edit."""
     name = words[0].split("'")[1]
     return next(one.name for one in schema.features if name in {one.name, one.table})
 
@@ -87,7 +82,6 @@ def feature_of(schema: tc.Schema, words: tuple[str, ...]) -> str:
 def test_a_module_of_an_edited_schema_is_refused_before_its_first_lookup(
     tmp_path: Path, passes: tc.PassDataset, when: str, kind: str, edit: str
 ) -> None:
-    """The error names the module, the part of the schema, both values and what to do; no store is created."""
     schema, *words = EDITED[edit]
     module = MODULES[kind](schema, feature_of(schema, tuple(words)))
     model = torch.nn.Sequential(torch.nn.Identity(), module)
@@ -161,9 +155,7 @@ def test_a_module_of_an_equal_schema_is_taken(passes: tc.PassDataset) -> None:
         ({"seed": 3}, ["seed 3", "7"]),
     ],
 )
-def test_a_dataset_of_other_tables_names_table_field_and_both_values(
-    tmp_path: Path, change: dict[str, Any], words: list[str]
-) -> None:
+def test_a_dataset_of_other_tables_names_both_values(tmp_path: Path, change: dict[str, Any], words: list[str]) -> None:
     """An open store is compared in the same way as the module."""
     other = replace(CASE, tables=(replace(CASE.tables[0], **change), CASE.tables[1])).cut(tmp_path / "others")
     with (

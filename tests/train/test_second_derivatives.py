@@ -1,8 +1,7 @@
 """Lookups have first derivatives: differentiating twice through them raises, and all else is as in torch."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +10,6 @@ from torch import nn
 
 import tiercache as tc
 from tests.train.cases import Case, Spec, resident, table
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CASE = Case(
     tables=(table("a", 4, tc.optim.SGD(learning_rate=0.1)), table("b", 4, tc.optim.SGD(learning_rate=0.1))),
@@ -24,55 +20,42 @@ CASE = Case(
 
 
 def weights_for(batch: tc.Batch, name: str) -> torch.Tensor:
-    """Return a weight for each id, with a gradient."""
     return torch.full((batch.ids[name].num_ids,), 0.5, requires_grad=True)
 
 
-def by_bag(batch: tc.Batch, name: str, mode: str) -> tuple[torch.Tensor, Any]:
-    """Return a bag's output, and its weights."""
-    weights = weights_for(batch, name)
-    return tc.EmbeddingBag(CASE.schema, name, mode=mode)(batch, per_sample_weights=weights), weights
+def bag(name: str, **options: Any) -> Callable[[tc.Batch, torch.Tensor], torch.Tensor]:
+    return lambda batch, weights: tc.EmbeddingBag(CASE.schema, name, **options)(batch, per_sample_weights=weights)
 
 
-def by_collection(batch: tc.Batch) -> tuple[torch.Tensor, Any]:
-    """Return the output of a collection, with weight arguments for one feature."""
-    weights = weights_for(batch, "g")
-    return tc.EmbeddingBagCollection(CASE.schema)(batch, {"g": weights}), weights
-
-
-def by_padded_bag(batch: tc.Batch) -> tuple[torch.Tensor, Any]:
-    """Return the output of a bag with padding, whose weights are multiplied by its mask."""
-    weights = weights_for(batch, "f")
-    return tc.EmbeddingBag(CASE.schema, "f", mode="sum", padding_idx=1)(batch, per_sample_weights=weights), weights
-
-
-def by_parameters(batch: tc.Batch, make: Callable[[], nn.Module]) -> tuple[torch.Tensor, Any]:
-    """Return an output, and the parameter of the module that looked it up."""
-    module = make()
-    out = module(batch)
-    return out["f"] if isinstance(out, dict) else out, next(module.parameters())
-
-
-TWICE: dict[str, Callable[[tc.Batch], tuple[torch.Tensor, Any]]] = {
-    "weights of a sum": lambda batch: by_bag(batch, "f", "sum"),
-    "weights of a mean": lambda batch: by_bag(batch, "f", "mean"),
-    "weights of ragged bags": lambda batch: by_bag(batch, "g", "sum"),
-    "weights of a collection": by_collection,
-    "weights with padding": by_padded_bag,
-    "rows of a bag": lambda batch: by_parameters(batch, lambda: tc.EmbeddingBag(CASE.schema, "f")),
-    "rows of an embedding": lambda batch: by_parameters(batch, lambda: tc.Embedding(CASE.schema, "f")),
-    "rows of a collection": lambda batch: by_parameters(batch, lambda: tc.EmbeddingCollection(CASE.schema)),
+BY_WEIGHTS: dict[str, tuple[str, Callable[[tc.Batch, torch.Tensor], torch.Tensor]]] = {
+    "weights of a sum": ("f", bag("f", mode="sum")),
+    "weights of a mean": ("f", bag("f", mode="mean")),
+    "weights of ragged bags": ("g", bag("g", mode="sum")),
+    "weights of a collection": ("g", lambda batch, given: tc.EmbeddingBagCollection(CASE.schema)(batch, {"g": given})),
+    "weights with padding": ("f", bag("f", mode="sum", padding_idx=1)),  # they are multiplied by its mask
+}
+BY_ROWS: dict[str, Callable[[], nn.Module]] = {
+    "rows of a bag": lambda: tc.EmbeddingBag(CASE.schema, "f"),
+    "rows of an embedding": lambda: tc.Embedding(CASE.schema, "f"),
+    "rows of a collection": lambda: tc.EmbeddingCollection(CASE.schema),
 }
 
 
 @pytest.mark.parametrize("how", ["backward", "autograd.grad"])
-@pytest.mark.parametrize("what", TWICE)
+@pytest.mark.parametrize("what", [*BY_WEIGHTS, *BY_ROWS])
 def test_a_second_derivative_through_a_lookup_raises(passes: tc.PassDataset, what: str, how: str) -> None:
     """It used to be 0 silently; torch.nn.EmbeddingBag raises too."""
     cache = resident(passes)
     loop = cache.passes(epochs=1)
     batch = next(next(loop).batches(8))
-    out, leaf = TWICE[what](batch)
+    if what in BY_WEIGHTS:
+        name, call = BY_WEIGHTS[what]
+        leaf = weights_for(batch, name)
+        out = call(batch, leaf)
+    else:
+        module = BY_ROWS[what]()
+        found, leaf = module(batch), next(module.parameters())
+        out = found["f"] if isinstance(found, dict) else found
     (gradient,) = torch.autograd.grad((out**3).sum(), leaf, create_graph=True)
     assert gradient.requires_grad
     penalty = gradient.square().sum() + 0 * leaf.sum()

@@ -1,10 +1,9 @@
 """`EmbeddingBag` and `Embedding` in place of torch's, features of a batch, and usual loops with both."""
 
-from __future__ import annotations
-
 import copy
 import pickle
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +12,6 @@ import tiercache as tc
 from tests.train.cases import Case, Spec, table
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 CASE = Case(
     tables=(table("a", 4), table("b", 4)),
@@ -44,7 +39,6 @@ def batch(cache: tc.InMemoryCache) -> Iterator[tc.Batch]:
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_a_bag_gives_its_feature_of_the_collection(batch: tc.Batch, mode: str) -> None:
-    """Given the feature, or the whole batch."""
     bag, whole = tc.EmbeddingBag(CASE.schema, "f", mode=mode), tc.EmbeddingBagCollection(CASE.schema, ["f"], mode=mode)
     assert torch.equal(bag(batch.features["f"]), whole(batch))
     assert torch.equal(bag(batch), whole(batch))
@@ -63,7 +57,6 @@ def test_a_bag_takes_weights_with_a_gradient(batch: tc.Batch) -> None:
 
 
 def test_an_embedding_gives_one_vector_for_each_id(batch: tc.Batch) -> None:
-    """In the order of the values."""
     for name in ("f", "g"):
         ids = batch.features[name]
         out = tc.Embedding(CASE.schema, name)(ids)
@@ -74,7 +67,6 @@ def test_an_embedding_gives_one_vector_for_each_id(batch: tc.Batch) -> None:
 
 
 def test_what_is_no_feature_of_a_batch_is_refused(batch: tc.Batch) -> None:
-    """The error says what to pass."""
     bag = tc.EmbeddingBag(CASE.schema, "f")
     with one_sentence(TypeError, "looks up 'f'", "got a list", "batch.features['f']", "tensor of keys"):
         bag([1, 2, 3])  # type: ignore[arg-type]
@@ -102,14 +94,22 @@ def test_a_batch_moves_as_tensors_do(batch: tc.Batch) -> None:
     assert torch.equal(pinned.label, batch.label)
 
 
+@pytest.mark.parametrize("module", [tc.EmbeddingBag, tc.Embedding])
+def test_gradients_scaled_by_frequency_are_refused_after_creation(module: type[tc.Embedding]) -> None:
+    """Torch's modules can be set to it at any time; ours would go on adding gradients up."""
+    made = module(CASE.schema, "f")
+    made.scale_grad_by_freq = False
+    with one_sentence(ValueError, "scale_grad_by_freq", "looks up 'f'", "pass weights"):
+        made.scale_grad_by_freq = True
+    assert made.scale_grad_by_freq is False
+
+
 def test_batches_and_features_fit_a_line(batch: tc.Batch) -> None:
-    """With the numbers that distinguish them."""
     assert repr(batch) == "Batch(16 samples of pass 0: f, g)"
     assert repr(batch.features["f"]) == "JaggedIds('f' of 16 samples)"
 
 
 def test_a_module_in_training_is_copied_and_pickled(cache: tc.InMemoryCache, batch: tc.Batch) -> None:
-    """Neither copies the cache."""
     bag = tc.EmbeddingBag(CASE.schema, "f")
     cache.register(bag=bag)
     for other in (copy.deepcopy(bag), pickle.loads(pickle.dumps(bag))):

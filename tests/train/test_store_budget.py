@@ -1,11 +1,10 @@
 """The disk usage of a training or a reorganization is predicted: enough bytes, and less is refused in advance."""
 
-from __future__ import annotations
-
 import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +21,6 @@ from tiercache.store import MemoryEngine, compaction_plan, info, load_rows, rewr
 from tiercache.store.files import ScratchFile
 from tiercache.store.inspect import file_bytes_of
 from tiercache.train.dense_state import DenseState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 CASE = Case(
     tables=(table("user", 24), table("item", 24), table("word", 40, tc.optim.Adam())),
@@ -126,7 +122,6 @@ def test_the_state_of_an_optimizer_is_prior_counts_it_is_there() -> None:
 
 
 def test_rows_that_no_pass_uses_are_counted(passes: tc.PassDataset) -> None:
-    """A store that was filled from outside keeps them forever."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
         before = needed(store, passes)
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
@@ -141,13 +136,8 @@ def test_rows_that_no_pass_uses_are_counted(passes: tc.PassDataset) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 @pytest.mark.parametrize("retention", [1, 3])
-def test_what_a_reorganization_leaves_is_counted(
-    tmp_path: Path, passes: tc.PassDataset, engine: str, retention: int
-) -> None:
-    """Segments stay, and so do the commits of the previous day: the budget of a small day includes them.
-
-    With that budget as limit of the engine the day is trained to its end.
-    """
+def test_what_reorganizing_leaves_counts(tmp_path: Path, passes: tc.PassDataset, engine: str, retention: int) -> None:
+    """Segments stay, and so do the commits of the previous day: the budget of a small day includes them."""
     day = replace(CASE, num_samples=256, pass_rows=64, num_keys=60, data_seed=1, epochs=2)
     small, path = day.cut(tmp_path / "day"), tmp_path / "s"
     with tc.Store.open(path, tables=CASE.tables, engine=engine, retention=retention) as store:
@@ -171,7 +161,6 @@ def test_what_a_reorganization_leaves_is_counted(
 
 
 def test_the_live_rows_of_a_plan_are_those_of_the_store(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """Block by block, at the fullest commit of an epoch, against the store's segments after each pass."""
     live = []
     with tc.Store.open(tmp_path / "s", tables=CASE.tables) as store, tiered(store, passes) as cache:
         plan = cache.store_plan()
@@ -232,12 +221,11 @@ class Watched:
             self._puts = False
             self._measure()
 
-        monkeypatch.setattr(engine, "put", measured_put)
-
         def measured_then_closed(file: ScratchFile) -> None:
             self._measure()
             close(file)
 
+        monkeypatch.setattr(engine, "put", measured_put)
         monkeypatch.setattr(ScratchFile, "close", measured_then_closed)
 
     def _then_measured(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -291,10 +279,7 @@ def test_a_reorganization_takes_no_more_than_was_said(
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_too_small_a_budget_is_refused_before_anything_is_written(
-    engine: str, tmp_path: Path, passes: tc.PassDataset
-) -> None:
-    """With the numbers, one of which is a sufficient budget; no file is touched."""
+def test_too_small_a_budget_is_refused_before_a_write(engine: str, tmp_path: Path, passes: tc.PassDataset) -> None:
     day, path = replace(CASE, **DAYS["a small day"]).cut(tmp_path / "day"), tmp_path / "s"
     with tc.Store.open(path, tables=CASE.tables, engine=engine) as store:
         with tiered(store, passes) as cache:

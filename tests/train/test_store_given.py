@@ -1,9 +1,8 @@
 """A cache opens the store at a path, or trains a store that its caller opened."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +25,6 @@ from tests.train.cases import (
 from tests.train.devices import device_of_tests
 from tiercache.errors import BudgetError, DatasetError, StateError
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 CASE = Case(
     tables=(table("a", 8), table("b", 3, tc.optim.Adam())), specs=SPECS, num_samples=200, pass_rows=100, batch=16
 )
@@ -49,9 +45,7 @@ def test_a_store_at_a_path_is_made_trained_and_closed_with_the_cache(tmp_path: P
         assert_same_bits(result_of(store, passes, model), expected)
 
 
-def test_a_store_that_was_given_stays_open_and_one_for_reading_is_evaluated_and_not_trained(
-    tmp_path: Path, passes: tc.PassDataset
-) -> None:
+def test_a_given_store_stays_open_and_one_for_reading_is_not_trained(tmp_path: Path, passes: tc.PassDataset) -> None:
     """Mode "r" never writes: if all passes are trained the loop ends, and more is refused."""
     with tc.TierCache(tmp_path / "model.tc", passes, **BUDGETS) as cache:
         train(cache, CASE, epochs=1)
@@ -78,10 +72,7 @@ def test_what_is_said_of_a_store_that_is_open_already_is_refused(tmp_path: Path,
             tc.TierCache(store, passes, **BUDGETS, sharding={"t9": "row_wise"})
 
 
-def test_a_store_of_other_passes_is_put_into_their_order(
-    tmp_path: Path, passes: tc.PassDataset, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A message says what may move and what is trained again; without permission it is refused."""
+def test_a_store_is_reorganized(tmp_path: Path, passes: tc.PassDataset, capsys: pytest.CaptureFixture[str]) -> None:
     with tc.TierCache(tmp_path / "model.tc", passes, **BUDGETS) as cache:
         train(cache, CASE)
     others = Case(tables=CASE.tables, specs=SPECS, num_samples=80, pass_rows=40, data_seed=5).cut(tmp_path / "others")

@@ -1,13 +1,14 @@
 """Idioms of training loops: each gives torch's numbers, or an error that says what to write instead."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import inspect
-import itertools
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +22,6 @@ from tests.train.beside_torch import Ours, World, plain
 from tests.train.cases import tiered
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 CASE = LOOPS_CASE
 
@@ -51,14 +48,13 @@ def test_rows_move_alike_beside_every_optimizer_of_torch(passes: tc.PassDataset,
         made.optimizer.step()
         assert not torch.equal(made.rows("a"), before)
         found.append([made.rows("a"), made.rows("b")])
-        made.loop.close()
-        made.cache._close(failed=True)
+        made.close()
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
 def test_an_optimizer_that_needs_its_closure_is_refused(world: World) -> None:
-    """Its line search moves parameters back and forth, which rows cannot. No row moves."""
-    before, calls = world.rows("a"), list[int]()
+    """Its line search moves parameters back and forth, which rows cannot."""
+    calls = list[int]()
     world.optimizer.rows.dense[:] = [torch.optim.LBFGS(world.model.parameters())]
 
     def closure() -> torch.Tensor:
@@ -67,10 +63,9 @@ def test_an_optimizer_that_needs_its_closure_is_refused(world: World) -> None:
         loss.backward()
         return loss
 
-    with one_sentence(StateError, "LBFGS evaluates the loss several times", "another optimizer"):
+    with world.unmoved(), one_sentence(StateError, "LBFGS evaluates the loss several times", "another optimizer"):
         world.optimizer.step(closure)
     assert not calls
-    assert torch.equal(world.rows("a"), before)
 
 
 def test_hooks_and_profilers_see_each_step_of_the_optimizer(world: World) -> None:
@@ -93,54 +88,39 @@ def test_hooks_and_profilers_see_each_step_of_the_optimizer(world: World) -> Non
     assert "Optimizer.step#JointOptimizer.step" in {event.key for event in profiled.key_averages()}
 
 
-def with_closure(model: nn.Module, optimizer: Any, given: Any) -> None:
-    """An optimizer that calls a closure computing the gradients."""
-
-    def closure() -> torch.Tensor:
+def test_a_step_with_a_closure_moves_rows_as_torch_moves_weights(world: World) -> None:
+    def closure(model: nn.Module, optimizer: Any, given: Any) -> torch.Tensor:
         optimizer.zero_grad()
         loss = model(given).square().mean()
         loss.backward()
         return loss
 
-    if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer.step(closure)
-    else:
-        closure()
-        optimizer.step()
-
-
-def test_a_step_with_a_closure_moves_rows_as_torch_moves_weights(world: World) -> None:
-    """Over four batches."""
     for number in range(4):
-        for side in world.sides(number):
-            with_closure(*side)
+        ours, theirs = world.sides(number)
+        ours[1].step(partial(closure, *ours))
+        closure(*theirs)
+        theirs[1].step()
     world.assert_same()
 
 
-def by_hand(model: nn.Module, batch: tc.Batch) -> None:
-    """Gradients from autograd.grad are assigned to parameters."""
-    parameters = [*model.parameters()]
-    gradients = torch.autograd.grad(model(batch).square().mean(), parameters)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+def assign(model: nn.Module, gradients: Iterable[Any]) -> None:
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = gradient
+
+
+def by_hand(model: nn.Module, batch: tc.Batch, *, drops: bool = False) -> None:
+    """Gradients from autograd.grad are assigned, and all others dropped before."""
+    gradients = torch.autograd.grad(model(batch).square().mean(), [*model.parameters()])
+    if drops:
+        model.zero_grad()
+    assign(model, gradients)
 
 
 def combined(model: nn.Module, batch: tc.Batch) -> None:
-    """Two losses, whose gradients are combined by hand."""
-    parameters = [*model.parameters()]
-    one = torch.autograd.grad(model(batch).square().mean(), parameters)
-    two = torch.autograd.grad(model(batch).mean(), parameters)
-    for parameter, a, b in zip(parameters, one, two, strict=True):
-        parameter.grad = (a + b) / 2
-
-
-def by_hand_after_dropping(model: nn.Module, batch: tc.Batch) -> None:
-    """Gradients are assigned after all others were dropped."""
-    parameters = [*model.parameters()]
-    gradients = torch.autograd.grad(model(batch).square().mean(), parameters)
-    model.zero_grad()
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
+    """Gradients of two losses are combined."""
+    losses = model(batch).square().mean(), model(batch).mean()
+    one, two = (torch.autograd.grad(loss, [*model.parameters()]) for loss in losses)
+    assign(model, ((a + b) / 2 for a, b in zip(one, two, strict=True)))
 
 
 def put_back(model: nn.Module, batch: tc.Batch) -> None:
@@ -150,26 +130,17 @@ def put_back(model: nn.Module, batch: tc.Batch) -> None:
     model.zero_grad()
     model(batch).mean().backward()
     model.zero_grad()
-    for parameter, gradient in zip(model.parameters(), kept, strict=True):
-        parameter.grad = gradient
+    assign(model, kept)
 
 
-def scaled_by_hooks(model: nn.Module, batch: tc.Batch) -> None:
+def by_hooks(model: nn.Module, batch: tc.Batch, *, hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Hooks on parameters change the gradients."""
     for parameter in model.parameters():
-        parameter.register_hook(lambda gradient: gradient * 0.1)
-    model(batch).square().mean().backward()
-
-
-def bounded_by_hooks(model: nn.Module, batch: tc.Batch) -> None:
-    """Hooks on parameters bound the gradients, which leaves tiny ones as they are."""
-    for parameter in model.parameters():
-        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        parameter.register_hook(hook)
     (100 * model(batch)).square().mean().backward()
 
 
 def noise(model: nn.Module, batch: tc.Batch) -> None:
-    """Add noise for privacy."""
     model(batch).square().mean().backward()
     for parameter in model.parameters():
         assert parameter.grad is not None
@@ -180,30 +151,25 @@ def noise(model: nn.Module, batch: tc.Batch) -> None:
     ("change", "words"),
     [
         (by_hand, ("set by hand", "backward()")),
+        (partial(by_hand, drops=True), ("set by hand", "backward()")),
         (combined, ("set by hand", "sum of losses")),
-        (by_hand_after_dropping, ("set by hand", "backward()")),
         (put_back, ("gradients were changed", "scale the loss")),
-        (scaled_by_hooks, ("gradients were changed", "scale the loss")),
-        (bounded_by_hooks, ("gradients were changed", "scale the loss")),
+        (partial(by_hooks, hook=lambda gradient: gradient * 0.1), ("gradients were changed", "scale the loss")),
+        # bounds leave tiny gradients as they are
+        (partial(by_hooks, hook=lambda one: one.clamp(-0.01, 0.01)), ("gradients were changed", "scale the loss")),
         (noise, ("gradients were changed", "cache.clip_grad_norm_")),
     ],
 )
-def test_gradients_that_leave_rows_out_are_refused(
-    world: World, change: Callable[..., None], words: tuple[str, ...]
-) -> None:
-    """No row moves."""
-    before = world.rows("a"), world.rows("b")
-    change(world.model, world.batches[0])
-    with one_sentence(StateError, *words):
-        world.optimizer.part(world.dense).step()
-    with one_sentence(StateError, *words):
-        world.optimizer.step()
-    assert all(torch.equal(old, world.rows(name)) for old, name in zip(before, "ab", strict=True))
+def test_gradients_without_rows_are_refused(world: World, change: Callable[..., None], words: tuple[str, ...]) -> None:
+    with world.unmoved():
+        change(world.model, world.batches[0])
+        for step in (world.optimizer.part(world.dense).step, world.optimizer.step):
+            with one_sentence(StateError, *words):
+                step()
 
 
 @pytest.mark.parametrize("to_none", [True, False])
 def test_hooks_that_only_look_on_change_nothing(world: World, to_none: bool) -> None:
-    """Gradients accumulated and dropped in both ways, as torch moves weights."""
     seen = list[float]()
     for parameter in world.model.parameters():
         parameter.register_hook(lambda gradient: seen.append(float(gradient.sum())))
@@ -241,6 +207,7 @@ def test_gradients_that_are_only_asked_for_leave_nothing(world: World) -> None:
     for _ in range(5):
         torch.autograd.grad(world.model(world.batches[0]).square().mean(), parameters)
     assert sum(len(anchor.arrived) for anchor in world.optimizer.rows.anchors) == 2
+    assert not world.waiting
     with torch.no_grad():
         for parameter in parameters:
             parameter.copy_(parameter.clone())
@@ -251,8 +218,7 @@ def test_gradients_that_are_only_asked_for_leave_nothing(world: World) -> None:
 
 @pytest.mark.parametrize("bound", ["mul_", "clamp_", "data.clamp_"])
 def test_hooks_that_run_once_gradients_are_accumulated_are_refused(world: World, bound: str) -> None:
-    """They would miss rows, and one that bounds gradients leaves no trace. No row moves."""
-    before = world.rows("a"), world.rows("b")
+    """They would miss rows, and one that bounds gradients leaves no trace."""
 
     def hook(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -260,42 +226,32 @@ def test_hooks_that_run_once_gradients_are_accumulated_are_refused(world: World,
         _ = grad.mul_(0.1) if bound == "mul_" else grad.clamp_(-0.01, 0.01)
 
     handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in world.model.parameters()]
-    with one_sentence(StateError, "register_post_accumulate_grad_hook", "rows", "cache.clip_grad_norm_(max_norm)"):
-        world.model(world.batches[0]).square().mean().backward()
-    world.optimizer.zero_grad()
-    world.optimizer.step()
-    assert all(torch.equal(old, world.rows(name)) for old, name in zip(before, "ab", strict=True))
+    with world.unmoved():
+        with one_sentence(StateError, "register_post_accumulate_grad_hook", "rows", "cache.clip_grad_norm_(max_norm)"):
+            world.model(world.batches[0]).square().mean().backward()
+        world.optimizer.zero_grad()
+        world.optimizer.step()
     for handle in handles:
         handle.remove()
     for name, parameter in world.model.named_parameters():
         if not name.endswith("anchor"):
             parameter.register_post_accumulate_grad_hook(hook)
+    before = world.rows("a")
     plain(*world.sides(0)[0])
-    assert not torch.equal(before[0], world.rows("a"))
+    assert not torch.equal(before, world.rows("a"))
 
 
 def test_hooks_that_give_zeros_drop_the_gradients_of_rows(world: World) -> None:
-    """The step moves no row, just as it would leave a weight."""
-    before = world.rows("a"), world.rows("b")
     for parameter in world.model.parameters():
         parameter.register_hook(lambda gradient: gradient * 0.0)
-    world.model(world.batches[0]).square().mean().backward()
-    world.optimizer.step()
-    assert all(torch.equal(old, world.rows(name)) for old, name in zip(before, "ab", strict=True))
+    with world.unmoved():
+        world.model(world.batches[0]).square().mean().backward()
+        world.optimizer.step()
 
 
-def test_parameters_that_climb_before_a_second_backward_are_refused(world: World) -> None:
-    """Sharpness-aware steps would not move rows. After the step a loop may write to dense parameters."""
+def test_a_loop_may_write_to_dense_parameters_after_its_step(world: World) -> None:
     model, optimizer, batch = world.sides(0)[0]
-    model(batch).square().mean().backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.add_(parameter.grad * 0.05)
-    optimizer.zero_grad()
-    with one_sentence(StateError, "rows of 'a'", "sharpness-aware", "leave out the parameters"):
-        model(batch)
-    optimizer.step()
+    plain(model, optimizer, batch)
     with torch.no_grad():
         for parameter in model.top.parameters():
             parameter.clamp_(-1, 1)
@@ -345,21 +301,6 @@ def test_a_frozen_module_and_an_average_are_in_no_part_and_raise_nothing(passes:
     assert tables == ["a"]
 
 
-def test_rows_of_a_pass_that_was_left_are_read_as_they_are(passes: tc.PassDataset) -> None:
-    """A cache without a store cannot roll back: it has no commit."""
-    model = Ours()
-    cache = tc.InMemoryCache(passes, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    for p in cache.passes(epochs=1):
-        for batch in itertools.islice(p.batches(16), 2):
-            model(batch).square().mean().backward()
-            cache.optimizer.step()
-            cache.optimizer.zero_grad()
-        p.stop()
-    keys = cache.keys("b")
-    found = cache.live_rows().fields("b", keys)
-    assert all(np.array_equal(one, two) for one, two in zip(found, cache.fields("b"), strict=True))
-
-
 def test_a_copy_of_a_batch_with_other_ids_leaves_the_batch_as_it_is(world: World) -> None:
     """Also in a compiled model, which finds batches by number."""
     compiled = torch.compile(world.model, backend="eager", fullgraph=True)
@@ -375,7 +316,6 @@ def test_a_copy_of_a_batch_with_other_ids_leaves_the_batch_as_it_is(world: World
 
 
 def test_an_optimizer_that_climbs_is_refused(passes: tc.PassDataset) -> None:
-    """Rows would descend while it climbs. It may climb if it has dense parameters only."""
     for climbs in ("all", "top"):
         model = Ours()
         parameters = model.parameters() if climbs == "all" else model.top.parameters()
@@ -389,7 +329,6 @@ def test_an_optimizer_that_climbs_is_refused(passes: tc.PassDataset) -> None:
 
 
 def test_parameters_that_no_optimizer_steps_are_named_once(passes: tc.PassDataset) -> None:
-    """An optimizer that the cache was not given."""
     model = Ours()
     cache = tc.InMemoryCache(passes, model=model)
     with pytest.warns(UserWarning, match=r"model.top.weight and 1 more parameters? .* no optimizer.*optimizer=\.\.\."):
@@ -402,8 +341,7 @@ def test_parameters_that_no_optimizer_steps_are_named_once(passes: tc.PassDatase
 
 def test_weights_that_climb_before_a_second_backward_take_the_gradients_of_that_one(world: World) -> None:
     """Sharpness-aware steps: the gradients of the first backward are dropped for rows."""
-    for side in world.sides(0):
-        model, optimizer, given = side
+    for model, optimizer, given in world.sides(0):
         model(given).square().mean().backward()
         with torch.no_grad():
             model.top.weight.add_(model.top.weight.grad * 0.05)
@@ -415,7 +353,6 @@ def test_weights_that_climb_before_a_second_backward_take_the_gradients_of_that_
 
 
 def test_compiled_autograd_moves_rows_as_torch_moves_weights(world: World) -> None:
-    """A backward that torch compiles, of a model that it compiles."""
     with torch._dynamo.config.patch(compiled_autograd=True):  # type: ignore[attr-defined]
         compiled = torch.compile(world.model, backend="aot_eager")
         for number in range(2):
@@ -427,17 +364,23 @@ def test_compiled_autograd_moves_rows_as_torch_moves_weights(world: World) -> No
     world.assert_same()
 
 
+@contextmanager
+def default_device(name: str) -> Iterator[None]:
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
 def test_nothing_of_ours_is_on_the_default_device(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """Batches are where rows are trained: a training with commits, evaluations and keys of all kinds has the bits."""
     found = []
-    for default in (None, "meta"):
+    for name in ("cpu", "meta"):
         torch.manual_seed(0)
-        model = Ours()
-        keys = torch.arange(20)
-        torch.set_default_device(default)
-        try:
+        model, keys = Ours(), torch.arange(20)
+        with default_device(name):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            with tiered(tmp_path / f"{default}.tc", passes, model=model, optimizer=optimizer) as cache:
+            with tiered(tmp_path / f"{name}.tc", passes, model=model, optimizer=optimizer) as cache:
                 for p in cache.passes(epochs=1):
                     for batch in p.batches(16, shuffle=True, prefetch=1):
                         model(batch).square().mean().backward()
@@ -448,19 +391,15 @@ def test_nothing_of_ours_is_on_the_default_device(tmp_path: Path, passes: tc.Pas
                         cache.commit()
                 with torch.no_grad():
                     found.append([model.bag(keys.view(5, 4)), model.rows(keys)])
-                    evaluated = [model(batch) for part in cache.evaluate(passes) for batch in part.batches(16)]
-                found[-1] += [*evaluated, *(one.detach() for one in model.parameters())]
-            again = tiered(tmp_path / f"{default}.tc", passes, model=model, optimizer=optimizer)
-            again.restore()
-            again.close()
-        finally:
-            torch.set_default_device(None)
+                    found[-1] += [model(batch) for part in cache.evaluate(passes) for batch in part.batches(16)]
+                found[-1] += [one.detach() for one in model.parameters()]
+            with tiered(tmp_path / f"{name}.tc", passes, model=model, optimizer=optimizer) as again:
+                again.restore()
     assert len(found[0]) > 6
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
 def test_raw_keys_are_not_on_the_default_device(tmp_path: Path) -> None:
-    """Labels, dense columns and offsets without the last, given as arrays of NumPy and as lists."""
     schema = tc.Schema(
         features=(tc.Feature(name="a"), tc.Feature(name="b", hotness="ragged")),
         tables=tuple(tc.Table(name=name, dim=4) for name in "ab"),
@@ -469,19 +408,14 @@ def test_raw_keys_are_not_on_the_default_device(tmp_path: Path) -> None:
     )
     data = tc.write_key_sets(tmp_path / "keys", schema, [{"a": np.arange(20), "b": np.arange(20)}])
     found = []
-    for default in (None, "meta"):
-        torch.set_default_device(default)
-        try:
+    for name in ("cpu", "meta"):
+        with default_device(name):
             cache = tc.InMemoryCache(data)
             bags = tc.EmbeddingBagCollection(cache.schema)
             for p in cache.passes(epochs=1):
-                batch = p.batch(
-                    {"a": np.arange(3), "b": (np.arange(5), [0, 2, 2])},
-                    label=np.arange(3), dense=np.ones((3, 2)),
-                )  # fmt: skip
+                keys = {"a": np.arange(3), "b": (np.arange(5), [0, 2, 2])}
+                batch = p.batch(keys, label=np.arange(3), dense=np.ones((3, 2)))
                 found.append([batch.label, batch.dense, bags(batch).detach()])
                 p.stop()
-        finally:
-            torch.set_default_device(None)
     assert [one.device.type for one in found[1]] == ["cpu"] * 3
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))

@@ -1,10 +1,9 @@
 """A key that was never trained has one meaning, in an evaluation and in the served model; so does padding."""
 
-from __future__ import annotations
-
 import copy
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,17 +11,12 @@ import torch
 from torch import nn
 
 import tiercache as tc
+from tests.dist.pool import RanksPool
 from tests.train.cases import table, tiered
 from tests.train.oracle import initial_row
+from tiercache.dist.communicator import AnyCommunicator
 from tiercache.errors import RankError
 from tiercache.store.store_errors import KeyMissingError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.dist.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
 
 SCHEMA = tc.Schema(
     features=(
@@ -56,12 +50,10 @@ class Model(nn.Module):
         self.bags = nn.ModuleList(tc.EmbeddingBag(SCHEMA, "bag", mode=mode, padding_idx=one) for mode, one in BAGS)
 
     def forward(self, one: Any, many: Any, *bag: Any) -> list[torch.Tensor]:
-        """Return the output of each module."""
         return [self.one(one), self.padded(many), self.list(many), *(module(*bag) for module in self.bags)]
 
 
 def plain(keys: dict[str, Any]) -> list[torch.Tensor]:
-    """Return keys in the form of a plain model."""
     bag, ends = keys["bag"]
     return [torch.from_numpy(one) for one in (keys["one"], keys["list"], bag, ends[:-1].copy())]
 
@@ -69,43 +61,36 @@ def plain(keys: dict[str, Any]) -> list[torch.Tensor]:
 def expected(store: tc.Store, keys: dict[str, Any], unseen: str) -> list[torch.Tensor]:
     """Return the expected outputs of a model, by torch's functions over the rows of the keys."""
 
-    def rows(name: str, some: torch.Tensor, padding: int | None) -> torch.Tensor:
-        one = next(t for t in SCHEMA.tables if t.name == name)
+    def rows(name: str, some: torch.Tensor) -> torch.Tensor:
         found = []
         for key in some.flatten().tolist():
             if key in TRAINED:
                 found.append(store.lookup(name, np.array([key]))["vector"][0])
             else:
-                found.append(initial_row(one, key) if unseen == "initial" else np.zeros(4, np.float32))
-            if key == padding:
-                found[-1] = np.zeros(4, np.float32)
+                row = initial_row(SCHEMA.tables["ab".index(name)], key)
+                found.append(row if unseen == "initial" else np.zeros(4, np.float32))
         return torch.from_numpy(np.stack(found))
 
-    def pooled(
-        name: str, some: torch.Tensor, ends: np.ndarray[Any, Any], mode: str, padding: int | None
-    ) -> torch.Tensor:
-        vectors, out = rows(name, some, padding), []
+    def pooled(name: str, some: torch.Tensor, ends: Any, mode: str, padding: int | None) -> torch.Tensor:
         flat = some.flatten()
-        for first, last in pairwise(ends.tolist()):
-            kept = vectors[first:last][flat[first:last] != padding] if padding is not None else vectors[first:last]
-            how = {"sum": lambda v: v.sum(0), "mean": lambda v: v.mean(0), "max": lambda v: v.amax(0)}[mode]
-            out.append(how(kept) if len(kept) else torch.zeros(4))
-        return torch.stack(out)
+        vectors = torch.cat([rows(name, flat), torch.zeros(1, 4)])  # the last one is that of padding
+        ids = torch.tensor([len(flat) if key == padding else i for i, key in enumerate(flat.tolist())])
+        return nn.functional.embedding_bag(
+            ids, vectors, torch.from_numpy(ends), mode=mode, include_last_offset=True, padding_idx=len(flat)
+        )
 
     one, many, bag, _ = plain(keys)
-    found = [rows("a", one, None), rows("a", many, PADDING).view(*many.shape, 4)]
-    found.append(pooled("a", many, np.arange(0, many.numel() + 1, 3), "mean", PADDING))
+    padded = torch.where(many[..., None] == PADDING, 0.0, rows("a", many).view(*many.shape, 4))
+    found = [rows("a", one), padded, pooled("a", many, np.arange(0, many.numel() + 1, 3), "mean", PADDING)]
     return found + [pooled("b", bag, keys["bag"][1], mode, padding) for mode, padding in BAGS]
 
 
 def features(batch: tc.Batch) -> list[Any]:
-    """Return the features of a batch, as the model takes them."""
     return [batch.features[name] for name in KEYS]
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[tuple[tc.TierCache, Model]]:
-    """A cache whose store has trained rows of some keys, and its model."""
     passes = tc.write_key_sets(tmp_path / "keys", SCHEMA, [{"a": TRAINED, "b": TRAINED}])
     model = Model()
     with tiered(tmp_path / "m.tc", passes, model=model) as made:
@@ -120,9 +105,7 @@ def cache(tmp_path: Path) -> Iterator[tuple[tc.TierCache, Model]]:
 
 
 @pytest.mark.parametrize("unseen", [None, "initial", "zeros"])
-def test_an_unseen_key_is_read_as_one_thing_wherever_it_is_looked_up(
-    cache: tuple[tc.TierCache, Model], unseen: str | None
-) -> None:
+def test_an_unseen_key_is_read_as_one_thing_everywhere(cache: tuple[tc.TierCache, Model], unseen: str | None) -> None:
     """In the evaluation of raw keys and in the plain model, with every pooling; by default its initial row."""
     made, model = cache
     options: Any = {} if unseen is None else {"unseen": unseen}
@@ -151,7 +134,7 @@ def test_a_plain_model_has_the_dtypes_of_its_modules(cache: tuple[tc.TierCache, 
 
 
 def test_padding_is_served_as_it_was_trained(cache: tuple[tc.TierCache, Model]) -> None:
-    """Zeros, in the shape of torch's modules; a key that has a row in one module may be padding in another."""
+    """A key that has a row in one module may be padding in another."""
     made, model = cache
     served = tc.to_torch(model, made.store)
     keys = torch.tensor([[PADDING, 1, PADDING], [PADDING, PADDING, PADDING]])
@@ -166,10 +149,9 @@ def test_padding_is_served_as_it_was_trained(cache: tuple[tc.TierCache, Model]) 
 
 @pytest.mark.parametrize("name", ["one", "list", "bag"])
 def test_an_unseen_key_is_an_error_where_that_is_asked_for(cache: tuple[tc.TierCache, Model], name: str) -> None:
-    """It names the table and the first of the keys; trained keys are looked up as before."""
     made, model = cache
-    seen = {
-        "one": np.array([1, 8]), "list": np.array([[1, 2, PADDING], [PADDING, PADDING, PADDING]]),
+    seen: dict[str, Any] = {
+        "one": np.array([1, 8]), "list": np.array([[1, 2, PADDING], [PADDING] * 3]),
         "bag": (np.array([4, PADDING]), np.array([0, 2, 2])),
     }  # fmt: skip
     served = tc.to_torch(model, made.store, unseen="error")
@@ -190,13 +172,12 @@ def test_an_unseen_key_is_an_error_where_that_is_asked_for(cache: tuple[tc.TierC
 
 @pytest.mark.parametrize("unseen", ["zero", "init", "", None, 0, "INITIAL"])
 def test_another_way_to_read_unseen_keys_is_refused(cache: tuple[tc.TierCache, Model], unseen: Any) -> None:
-    """The error lists the valid ways."""
     made, model = cache
-    for call in (
-        lambda: made.evaluate_batch(KEYS, unseen=unseen), lambda: tc.to_torch(model, made.store, unseen=unseen)
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"invalid unseen .*: expected one of 'initial', 'zeros', 'error'"):
-            call()
+    words = r"invalid unseen .*: expected one of 'initial', 'zeros', 'error'"
+    with pytest.raises(ValueError, match=words):
+        made.evaluate_batch(KEYS, unseen=unseen)
+    with pytest.raises(ValueError, match=words):
+        tc.to_torch(model, made.store, unseen=unseen)
 
 
 @pytest.mark.parametrize("unseen", ["initial", "zeros", "error"])
@@ -227,7 +208,6 @@ def test_the_out_of_vocabulary_row_stands_for_unseen_keys(tmp_path: Path, unseen
 
 
 def test_keys_that_are_served_are_integers_of_tables_of_the_model(cache: tuple[tc.TierCache, Model]) -> None:
-    """Numbers are not rounded, and a table that the model does not look up is an error."""
     made, model = cache
     with pytest.raises(ValueError, match="the keys of table 'a' are float64: keys are int64"):
         tc.to_torch(model, made.store, keys={"a": [1.5]})
@@ -236,7 +216,6 @@ def test_keys_that_are_served_are_integers_of_tables_of_the_model(cache: tuple[t
 
 
 def test_a_plain_model_that_reads_zeros_can_be_traced(cache: tuple[tc.TierCache, Model]) -> None:
-    """A model that looks at the keys raises an error."""
     made, model = cache
     served = tc.to_torch(model, made.store, unseen="zeros")
     given = tuple(plain(KEYS))
@@ -275,7 +254,6 @@ def test_ranks_read_unseen_keys_as_one(ranks_pool: RanksPool, tmp_path: Path, un
 
 
 def test_ranks_that_ask_for_different_ways_are_told(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """An error of one rank is raised on all."""
     tc.write_key_sets(tmp_path / "keys", SCHEMA, [{"a": TRAINED, "b": TRAINED}])
     run = f"{__name__}:read_on_ranks"
     for error in ranks_pool.errors(2, run, folder=str(tmp_path), unseen="initial", other="zeros"):

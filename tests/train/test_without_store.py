@@ -1,9 +1,8 @@
 """TierCache(None, data): the loop of a cache with a store, with all rows on the device and no commit."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +15,6 @@ from tests.train.beside_torch import CASE as LOOPS_CASE
 from tests.train.beside_torch import Ours
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import StateError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CASE = LOOPS_CASE
 
@@ -35,7 +31,6 @@ def train(cache: tc.TierCache, model: nn.Module, *, epochs: int, stop_in: int = 
 
 
 def made(passes: tc.PassDataset, **options: Any) -> tuple[tc.TierCache, Ours]:
-    """Return a cache and its model."""
     torch.manual_seed(0)
     model = Ours()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -55,7 +50,6 @@ def test_the_weights_of_a_converted_model_need_a_store(tmp_path: Path) -> None:
 
 
 def test_it_trains_the_bits_of_the_named_class(passes: tc.PassDataset) -> None:
-    """It is a TierCache."""
     cache, model = made(passes)
     train(cache, model, epochs=2)
     torch.manual_seed(0)
@@ -77,13 +71,11 @@ NOT_USED = {
 
 @pytest.mark.parametrize("name", NOT_USED)
 def test_an_argument_about_stores_is_refused(passes: tc.PassDataset, name: str) -> None:
-    """By name, not ignored."""
     with one_sentence(ValueError, f"does not use {name}", "path of a store"):
         tc.TierCache(None, passes, **gathered({name: NOT_USED[name]}))  # type: ignore[arg-type]
 
 
 def test_what_needs_a_store_says_so(passes: tc.PassDataset) -> None:
-    """Plans are about moving rows."""
     cache, _ = made(passes)
     for call in (cache.plan, cache.store_plan):
         with one_sentence(StateError, f"{call.__name__}() needs a store"):

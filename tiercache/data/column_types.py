@@ -170,7 +170,7 @@ def _fits(kind: Any, use: ColumnUse) -> bool:
             types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
         )
     if use.use == "cut":
-        return not types.is_nested(kind)
+        return not types.is_nested(kind) and not types.is_interval(kind)
     if use.use == "integer" and types.is_floating(kind):
         return True  # for whole numbers, which are checked value by value
     return kind_of(kind) in ("integer", "string", "null") if use.use == "part" else kind_of(kind) in (use.use, "null")

@@ -108,6 +108,8 @@ def _of_numpy(array: NDArray[Any], *, is_nan_null: bool = False) -> Any:
         flat = flat.astype(flat.dtype.newbyteorder("="))
     try:
         if flat.dtype.kind == "O" and _has_arrays(flat):
+            if is_nan_null:  # pandas has NaN, NA or None among lists
+                mask = np.array([not hasattr(one, "__len__") for one in flat], bool)
             values = _of_list([None if mask is not None and mask[i] else one for i, one in enumerate(flat)])
         else:
             values = _of_values(flat, mask=mask, from_pandas=is_nan_null)

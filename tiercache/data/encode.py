@@ -317,7 +317,8 @@ def _of_hex(feature: Feature, batch: SourceBatch, values: Any, lengths: Any) -> 
     is_wrong &= ~is_null  # a null may have bytes
     if is_wrong.any():
         at = int(is_wrong.argmax())
-        what = f"it is {values[at].as_py()!r}, but feature {feature.name!r} needs 1 to 16 hexadecimal digits"
+        text = bytes_[offsets[at] : offsets[at + 1]].tobytes().decode("utf-8", "backslashreplace")
+        what = f"it is {text!r}, but feature {feature.name!r} needs 1 to 16 hexadecimal digits"
         raise batch.error(_row(at, lengths), feature.columns[0], f'{what}: correct it, or set key = "string"')
     return pa.array(words.view(np.int64), mask=is_null)
 

@@ -22,7 +22,7 @@ from tiercache.data.open_pass import PassCloser
 from tiercache.data.pass_builder import Cut, Cutter, PassBuilder, RowBudget
 from tiercache.data.pass_builder import device_bytes as row_device_bytes
 from tiercache.data.raw_batch import RawBatch
-from tiercache.data.resume import ExtractionState, WorkFolder, check_rules, check_same
+from tiercache.data.resume import ExtractionState, WorkFolder, check_names, check_rules, check_same
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.data.source import Source
 from tiercache.data.stages import Job
@@ -123,6 +123,8 @@ def extract(
     if devices > 1:  # key sets made for one device do not record devices
         options["devices"] = devices
     records = tuple(file.record() for file in inputs)
+    has_names = all(one.format != "python" and (one.format != "csv" or schema.csv.header) for one in inputs)
+    names = None if has_names else schema.source.columns
     kept: tuple[SubDatasetRecord, ...] = ()
     if is_finished(out):
         manifest = Manifest.read(out)
@@ -133,6 +135,7 @@ def extract(
                 "extract the new files into another dataset, with prior_counts"
             )
         if not append or not any(record not in old for record in records):
+            check_names(manifest.schema.source.columns, names, out)
             dataset = _finished(out, manifest, schema, options, old if append else records)
             with closing(ProgressReporter(progress, 0)) as reporter:
                 reporter.passes = len(dataset)
@@ -147,7 +150,7 @@ def extract(
     source = Source(inputs, schema, cut_column=cut.column)
     check_first_rows(schema, source)
     memory = MemoryShares.plan(memory_bytes, source.decoding_bytes)
-    begin = ExtractionState(options=options, inputs=records, passes=kept, version=VERSION)
+    begin = ExtractionState(options=options, inputs=records, passes=kept, version=VERSION, names=names)
     if dask is not None:
         from tiercache.data.stages import extract_on
 
@@ -166,7 +169,7 @@ def extract(
         closing(Workers(workers)) as pool,
     ):
         state = ExtractionState.read(work.path) or begin
-        state.check_same(options, records, out)
+        state.check_same(begin, out)
         run = _Extraction(source, SampleLayout(schema), work, memory, reporter, pool)
         rare_filter = None
         if min_count > 1:

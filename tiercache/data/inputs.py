@@ -85,8 +85,10 @@ def check_repeated(file: InputFile, name: str, text: str | None, array: Any, row
     if differs.true_count:
         at = int(np.argmax(differs.to_numpy(zero_copy_only=False)))
         folder = "null" if text is None else repr(text)
+        value = (plain if kind == "integer" else plain.cast(pa.large_binary()))[at].as_py()
+        value = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
         raise SourceError(
-            f"{file.path}, row {row + at}, column {name!r}: it is {plain[at].as_py()!r}, but its folder says {folder}: "
+            f"{file.path}, row {row + at}, column {name!r}: it is {value!r}, but its folder says {folder}: "
             "correct one of them, or rename the folder"
         )
 

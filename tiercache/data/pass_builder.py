@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tiercache.data.column_types import kind_of
 from tiercache.data.open_pass import OpenPass
 from tiercache.data.raw_batch import RawBatch
 from tiercache.errors import BudgetError, ExtractionError
@@ -180,10 +181,19 @@ class Cutter:
 
 
 def cut_values(batch: SourceBatch, column: str) -> Any:
-    """Return the values whose changes begin passes; NaN as null, because it does not equal itself."""
+    """Return the values whose changes begin passes, as types whose values Python can hold; NaN is null, because it does
+    not equal itself.
+    """
     array = batch.columns.column(column)
     if hasattr(array, "dictionary_decode"):
         array = array.dictionary_decode()
+    if kind_of(array.type) == "string":  # which may not be UTF-8
+        return array.cast(pa.large_binary())
+    if pa.types.is_temporal(array.type):  # Python's have microseconds, and years up to 9999
+        is_duration, is_time = pa.types.is_duration(array.type), pa.types.is_time(array.type)
+        point = pa.timestamp("ns", getattr(array.type, "tz", None))
+        target = pa.duration("ns") if is_duration else pa.time64("ns") if is_time else point
+        return array.cast(target, safe=False).cast(pa.int64())
     if not pa.types.is_floating(array.type):
         return array
     numbers = array.cast(pa.float64())  # Arrow does not compare float16

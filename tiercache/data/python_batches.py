@@ -34,6 +34,7 @@ class PythonBatches:
         digest = hashlib.sha256()
         for name, value in named_parts(self.first, names) or ():
             parts = [(n, (v.values(), v.offsets())) for n, v in value.to_dict().items()] if is_keyed(value) else ()
+            digest.update(name.encode(errors="surrogatepass"))
             for part, one in parts or [(name, value)]:
                 for array in one if is_pair(one) else [one]:
                     with suppress(*CONVERSION_ERRORS):  # reading it raises a better error
@@ -44,6 +45,12 @@ class PythonBatches:
     def is_collated(self) -> bool:
         """True for a DataLoader with torch's own collation."""
         return is_collated(self._data)
+
+    @property
+    def lists_tuples(self) -> bool:
+        """True for a DataLoader that turns tuples into lists."""
+        collate = getattr(self._data, "collate_fn", None)
+        return getattr(collate, "__name__", "") == "default_convert" or getattr(self._data, "pin_memory", False) is True
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_begun:
@@ -105,6 +112,20 @@ def is_keyed(value: Any) -> bool:
 def is_pair(value: Any) -> bool:
     """Return True for a pair (values, offsets), but not for a tuple of the numbers or strings of two samples."""
     return isinstance(value, tuple) and len(value) == 2 and all(map(_has_length, value))
+
+
+def refuse_listed_pair(value: Any) -> None:
+    """Raise ValueError for a list of two tensors that may be a pair: torch's loaders turn tuples into lists."""
+    if not isinstance(value, list) or len(value) != 2 or any(getattr(one, "ndim", 0) != 1 for one in value):
+        return
+    values, offsets = map(numpy_values, value)
+    is_offsets = len(offsets) and offsets.dtype.kind in "iu" and offsets[0] == 0 and offsets[-1] <= len(values)
+    if hasattr(value[1], "detach") and is_offsets and (np.diff(offsets) >= 0).all():
+        raise ValueError(
+            "a list of two tensors, which is a pair (values, offsets) or two lists: torch's default_convert and "
+            "pin_memory turn tuples into lists, so use collate_fn=lambda batch: batch without pin_memory, or a nested "
+            "tensor"
+        )
 
 
 def _has_length(value: Any) -> bool:

@@ -19,7 +19,7 @@ from tiercache.data.array_rows import ArrayRows, read_split_spec
 from tiercache.data.column_types import check_columns
 from tiercache.data.columns import CONVERSION_ERRORS, arrow_array, is_list, list_array, numpy_values, offsets_of
 from tiercache.data.inputs import open_binary
-from tiercache.data.python_batches import by_sample, is_keyed, is_pair, named_parts
+from tiercache.data.python_batches import by_sample, is_keyed, is_pair, named_parts, refuse_listed_pair
 from tiercache.data.raw_batch import lacks_last, num_samples
 from tiercache.errors import SourceError
 
@@ -115,6 +115,11 @@ class ParquetReader(FileReader):
                 dropped = min(skip, batch.num_rows)
                 skip -= dropped
                 yield Piece(batch.slice(dropped), done / max(1, meta.num_rows))
+            if done < meta.num_rows:  # Arrow loses a row group of one row if its list of dictionaries spans pages
+                raise SourceError(
+                    f"{self._file.path} has {meta.num_rows:,} rows, but Arrow reads {done:,}: write the file again, "
+                    "with plain lists instead of lists of dictionaries (categories), or with larger pages"
+                )
 
     def _open(self) -> Any:
         source = self._file.path if isinstance(self._file.path, Path) else open_binary(self._file.path)
@@ -376,6 +381,8 @@ class PythonReader(FileReader):
         used = [name for name in dict.fromkeys(columns) if name in values]
         for name in used:
             with _named_errors(f"{where}, column {name!r}"):
+                if self._batches.lists_tuples:
+                    refuse_listed_pair(values[name])
                 if is_pair(values[name]):
                     offsets[name] = offsets_of(values[name][1])
                 else:

@@ -118,8 +118,9 @@ def write_recording(
         closing(ProgressReporter(progress, 0)) as reporter,
         closing(Workers(None)) as workers,
     ):
-        state = ExtractionState.read(work.path) or ExtractionState(options=plan.options, inputs=(), version=VERSION)
-        state.check_same(plan.options, (), out)
+        begin = ExtractionState(options=plan.options, inputs=(), version=VERSION)
+        state = ExtractionState.read(work.path) or begin
+        state.check_same(begin, out)
         rare = None
         if plan.min_count > 1:
             rare = _RareKeys(plan, work.path, workers)

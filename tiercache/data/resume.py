@@ -41,6 +41,8 @@ class ExtractionState:
     """True after counting."""
     version: int = 2
     """Version of the rules that make keys of data (``Manifest.version``); a state without it has version 2."""
+    names: tuple[str, ...] | None = None
+    """The names in the schema of columns without names; None: the data has names, or a version did not keep them."""
 
     def write(self, folder: Path) -> None:
         """Replace the state in ``folder`` in one step."""
@@ -60,6 +62,7 @@ class ExtractionState:
             for name in ("passes", "runs"):
                 record[name] = tuple(SubDatasetRecord(**one) for one in record[name])
             record["inputs"] = tuple(record["inputs"])
+            record["names"] = None if record.get("names") is None else tuple(record["names"])
             return cls(**record)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ExtractionError(f"{path} cannot be read: {error}: delete {folder.parent} and start over") from error
@@ -68,10 +71,11 @@ class ExtractionState:
         """Return the state after one more pass, with the cursor at its end."""
         return replace(self, passes=(*self.passes, record), file_index=file_index, row=row)
 
-    def check_same(self, options: dict[str, Any], inputs: tuple[dict[str, Any], ...], where: Path) -> None:
-        """Raise ExtractionError if options, inputs or rules differ from the work in ``where``."""
+    def check_same(self, begin: ExtractionState, where: Path) -> None:
+        """Raise ExtractionError if options, inputs, names or rules differ from those of the work in ``where``."""
         check_rules(self.version, where)
-        check_same(self.options, self.inputs, options, inputs, where)
+        check_same(self.options, self.inputs, begin.options, begin.inputs, where)
+        check_names(self.names, begin.names, where)
 
 
 def check_rules(version: int, where: Path) -> None:
@@ -80,6 +84,16 @@ def check_rules(version: int, where: Path) -> None:
         raise ExtractionError(
             f"{where} was extracted by the rules of dataset version {version}, but strings and floats become keys "
             f"by the rules of version {VERSION} now: extract the new files into another directory, or all files again"
+        )
+
+
+def check_names(before: tuple[str, ...] | None, now: tuple[str, ...] | None, where: Path) -> None:
+    """Raise ExtractionError if the data was read with other names of columns; None: the data has names."""
+    if None not in (before, now) and before != now:
+        seen = f"[source] columns was {_short(before)} and is now {_short(now)}"
+        raise ExtractionError(
+            f"{where} holds an extraction of the same data with different names ({seen}): choose another directory, or "
+            "delete this one to start over"
         )
 
 

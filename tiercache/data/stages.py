@@ -361,7 +361,7 @@ def extract_on(
         work = stack.enter_context(closing(WorkFolder(root)))
         reporter = stack.enter_context(closing(ProgressReporter(progress, 2 * sum(file.size for file in inputs))))
         state = ExtractionState.read(work.path) or begin
-        state.check_same(begin.options, begin.inputs, root)
+        state.check_same(begin, root)
         work.clear(keep={file_name(index) for index in range(len(state.passes))})
         reporter.begin("number")
         bad_rows, done_bytes = BadRows(), 0

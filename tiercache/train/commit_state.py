@@ -174,8 +174,8 @@ class CommitState:
         commit = store.commit
         if commit is not None and commit.state_bytes and (names := self.dense.unrestored):
             raise StateError(
-                f"{', '.join(names)} was not restored from commit {commit.id}, so the rows of that commit would be "
-                "evaluated under other dense weights: call cache.restore() before you evaluate"
+                f"{', '.join(names)} was not restored from commit {commit.id}, so its dense weights are not those of "
+                "the rows in the store: call cache.restore() first"
             )
 
     def check_optimizers(self) -> None:

@@ -236,6 +236,18 @@ _EMBEDDING_DIM = property(lambda module: module.dims[0], doc="Numbers in a vecto
 _PADDING_IDX = property(lambda module: module.padding, doc="The padding key.")
 
 
+def _set_scale_grad_by_freq(module: TableModule, value: bool) -> None:
+    """Raise ValueError for True, which torch's modules can be set to at any time."""
+    if value:
+        raise ValueError(
+            f"scale_grad_by_freq of the module that looks up {module.features[0]!r} was set to {value}, but it is "
+            "always False: pass weights for ids instead"
+        )
+
+
+_SCALE_GRAD_BY_FREQ = property(lambda _: False, _set_scale_grad_by_freq, doc="False: a row gets the sum of gradients.")
+
+
 class EmbeddingBag(EmbeddingBagCollection):
     """Looks up and pools one feature: (N, dim). Replaces an `nn.EmbeddingBag`.
 
@@ -269,6 +281,7 @@ class EmbeddingBag(EmbeddingBagCollection):
         return self._mode
 
     weight, embedding_dim, padding_idx = _WEIGHT, _EMBEDDING_DIM, _PADDING_IDX
+    scale_grad_by_freq = _SCALE_GRAD_BY_FREQ
     mode = property(lambda module: module._mode, doc='"sum", "mean" or "max".')
 
     def forward(  # type: ignore[override]
@@ -362,6 +375,7 @@ class Embedding(EmbeddingCollection):
         self.padding, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
 
     weight, embedding_dim, padding_idx = _WEIGHT, _EMBEDDING_DIM, _PADDING_IDX
+    scale_grad_by_freq = _SCALE_GRAD_BY_FREQ
 
     def forward(  # type: ignore[override]
         self,

@@ -249,6 +249,10 @@ class _GatheredGradients(RowGradients):
         super().__init__(0, trained.anchors)
         self._trained, self._added, self._backend = trained, added, backend
 
+    def receive(self) -> None:
+        """Record it for the rows of the pass, which await it."""
+        self._trained.receive()
+
     def defer(self, group: int, save: Save, arrival: Arrival) -> None:
         """Add the gradients of one lookup. Waits for a GPU."""
         if group not in self._added:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tiercache.data.dataset_writer import as_keys
-from tiercache.data.python_batches import by_sample, is_collated, is_pair
+from tiercache.data.python_batches import by_sample, is_collated, is_pair, refuse_listed_pair
 from tiercache.data.raw_batch import NULL_KEY, FeatureKeys, lacks_last, num_samples
 from tiercache.schema_parts import nearest
 
@@ -63,6 +63,10 @@ def by_feature(
         raise ValueError(f"the keys are a {type(keys).__name__}: {_FORMS}")
     found, all_weights = {}, dict(weights or {})
     for name, value in keys.items():
+        try:
+            refuse_listed_pair(value)
+        except ValueError as error:
+            raise ValueError(f"the keys of feature {name!r} are {error}") from error
         found[name], own_weights = _form_of(value)
         if own_weights is not None:
             all_weights.setdefault(name, own_weights)
@@ -171,6 +175,8 @@ def _check_feature(feature: Feature, values: Any, weights: Any) -> FeatureKeys:
         values, ends = values
     keys = as_keys(f"the keys of {where}", values)
     offsets = None if ends is None else _offsets(where, as_keys(f"the offsets of {where}", ends), keys)
+    if weights is not None:
+        weights = _plain_weights(where, weights, offsets)
     length = {"one_hot": 1, "multi_hot": feature.length}.get(feature.hotness)
     if offsets is not None and length is not None and keys.ndim == 1 and (np.diff(offsets) == length).all():
         keys, offsets = keys if feature.hotness == "one_hot" else keys.reshape(-1, length), None  # fixed length
@@ -213,6 +219,17 @@ def _offsets(where: str, offsets: NDArray[np.int64], keys: NDArray[np.int64]) ->
     return offsets.copy()  # loaders reuse their arrays
 
 
+def _plain_weights(where: str, weights: Any, offsets: NDArray[np.int64] | None) -> Any:
+    """Return the values of weights that are a nested tensor or a pair, whose offsets must be those of the keys."""
+    weights = _form_of(weights)[0] if getattr(weights, "is_nested", False) else weights
+    if not is_pair(weights):
+        return weights
+    values, ends = weights[0], as_keys(f"the offsets of the weights of {where}", weights[1])
+    if offsets is None or not (np.array_equal(ends, offsets) or np.array_equal(ends, offsets[:-1])):
+        raise ValueError(f"the weights of {where} have other offsets than its keys: expected a weight for each key")
+    return values
+
+
 def _weights(where: str, values: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
     if isinstance(values, torch.Tensor):
         if values.requires_grad:
@@ -224,7 +241,12 @@ def _weights(where: str, values: Any, shape: tuple[int, ...]) -> NDArray[np.floa
             f"the weights of {where} are {weights.dtype} of shape {weights.shape}: expected a number for each of its "
             f"keys, of shape {shape}"
         )
-    return np.array(weights.reshape(-1), dtype=np.float32)
+    with np.errstate(over="ignore"):  # overflow becomes infinite
+        found = np.array(weights.reshape(-1), dtype=np.float32)
+    if not np.isfinite(found).all():
+        at = int(np.isfinite(found).argmin())
+        raise ValueError(f"the weights of {where} have {weights.reshape(-1)[at]} at entry {at}: use finite numbers")
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

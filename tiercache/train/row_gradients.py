@@ -49,9 +49,12 @@ class RowGradients:
         self.num_steps = Counter[str]()
         """The steps so far that moved rows of a table."""
 
+    def receive(self) -> None:
+        """Record that a backward came, also if it leaves no gradient."""
+        self.awaits_backward = False
+
     def defer(self, group: int, save: Save, arrival: Arrival) -> None:
         """Add the gradients of one lookup, to be read at the step."""
-        self.awaits_backward = False
         if self._deferred and not self._deferred[0].arrival.is_pending:  # dropped
             self._deferred = [one for one in self._deferred if one.arrival.is_pending]
         self._deferred.append(_Deferred(group, save, arrival))

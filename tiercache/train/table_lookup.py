@@ -259,7 +259,10 @@ class TableLookup:
 
     def _trains(self) -> bool:
         """Return True if gradients move rows. Raises RuntimeError if the pass has ended: its slots mean other rows."""
-        if self.batch.rows.gradients is None or self.entries.starts[-1] == 0:
+        if (pending := self.batch.rows.gradients) is None:
+            return False
+        pending.receive()
+        if self.entries.starts[-1] == 0:
             return False
         self.batch.rows.check()
         return True
@@ -324,5 +327,5 @@ class RemoteLookup:
         """Defer the gradient to the step."""
         self._rows.check()
         if self._rows.gradients is not None:
-            self._rows.gradients.awaits_backward = False
+            self._rows.gradients.receive()
         self._found.pending.append((arrival, self._columns))

@@ -1,7 +1,5 @@
 """A click model in the layout of the published DeepFM for PyTorch: one float matrix that forward cuts into features."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,6 @@ SPARSE, DENSE, VOCABULARY, DIM = 6, 3, 400, 4
 
 
 def create_embedding_matrix(names: list[str], dim: int) -> nn.ModuleDict:
-    """Return an embedding for each feature."""
     embedding_dict = nn.ModuleDict({name: nn.Embedding(VOCABULARY, dim, sparse=False) for name in names})
     for tensor in embedding_dict.values():
         nn.init.normal_(tensor.weight, mean=0, std=0.1)  # type: ignore[arg-type]
@@ -21,8 +18,6 @@ def create_embedding_matrix(names: list[str], dim: int) -> nn.ModuleDict:
 
 
 class Linear(nn.Module):
-    """A number for each category, and a sum over dense features."""
-
     def __init__(self, feature_index: dict[str, tuple[int, int]], names: list[str]) -> None:
         super().__init__()
         self.feature_index, self.names = feature_index, names
@@ -30,7 +25,6 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.zeros(DENSE, 1))
 
     def forward(self, X: torch.Tensor) -> torch.Tensor:
-        """Return a number for each sample (N, 1)."""
         sparse_embedding_list = [
             self.embedding_dict[name](X[:, self.feature_index[name][0] : self.feature_index[name][1]].long())
             for name in self.names
@@ -40,18 +34,13 @@ class Linear(nn.Module):
 
 
 class FM(nn.Module):
-    """Sums of products of all pairs of vectors."""
-
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return a number for each sample (N, 1) of vectors (N, features, dim)."""
         square_of_sum = torch.pow(torch.sum(inputs, dim=1, keepdim=True), 2)
         sum_of_square = torch.sum(inputs * inputs, dim=1, keepdim=True)
         return 0.5 * torch.sum(square_of_sum - sum_of_square, dim=2, keepdim=False)
 
 
 class DeepFM(nn.Module):
-    """A factorization machine next to a tower."""
-
     def __init__(self, l2_reg_embedding: float = 0.0, l2_reg_linear: float = 0.0) -> None:
         super().__init__()
         self.names = [f"C{i}" for i in range(SPARSE)]
@@ -72,7 +61,6 @@ class DeepFM(nn.Module):
         self.regularization_weight.append((list(weight_list), l2))
 
     def get_regularization_loss(self) -> torch.Tensor:
-        """Return the penalty."""
         total = torch.zeros((1,))
         for weight_list, l2 in self.regularization_weight:
             for parameter in weight_list:
@@ -80,7 +68,6 @@ class DeepFM(nn.Module):
         return total
 
     def forward(self, X: torch.Tensor) -> torch.Tensor:
-        """Return chances (N, 1) of a matrix (N, features), whose first columns are categories."""
         sparse_embedding_list = [
             self.embedding_dict[name](X[:, self.feature_index[name][0] : self.feature_index[name][1]].long())
             for name in self.names
@@ -94,7 +81,6 @@ class DeepFM(nn.Module):
 
 
 def samples(first: int, count: int) -> TensorDataset:
-    """Return a matrix of features, and labels (N, 1)."""
     chance = np.random.default_rng(first)
     center = np.arange(first, first + count) * VOCABULARY // 3000
     ids = (center[:, None] + chance.integers(0, VOCABULARY // 8, (count, SPARSE))) % VOCABULARY

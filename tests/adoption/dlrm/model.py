@@ -1,7 +1,5 @@
 """A click model in the layout of the published DLRM: lists of bags and layers, made by methods of the net."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -13,8 +11,6 @@ TABLES, ROWS, DIM, DENSE = 4, 600, 8, 5
 
 
 class DLRM_Net(nn.Module):  # noqa: N801 - as published
-    """Bags of categorical features and a tower of dense ones; their dot products go into another tower."""
-
     def create_mlp(self, ln: list[int], sigmoid_layer: int) -> nn.Sequential:
         """Return a tower of layers; the one of this number ends in a sigmoid."""
         layers = nn.ModuleList()
@@ -27,7 +23,6 @@ class DLRM_Net(nn.Module):  # noqa: N801 - as published
         return nn.Sequential(*layers)
 
     def create_emb(self, m: int, ln: list[int]) -> tuple[nn.ModuleList, list[Any]]:
-        """Return a bag for each table."""
         emb_l, v_w_l = nn.ModuleList(), []
         for n in ln:
             bag = nn.EmbeddingBag(n, m, mode="sum", sparse=True)
@@ -44,7 +39,6 @@ class DLRM_Net(nn.Module):  # noqa: N801 - as published
         self.top_l = self.create_mlp([DIM + TABLES * (TABLES + 1) // 2, 16, 1], 1)
 
     def apply_emb(self, lS_o: torch.Tensor, lS_i: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Look every table up."""
         ly = []
         for k, sparse_index_group_batch in enumerate(lS_i):
             bag = self.emb_l[k]
@@ -52,7 +46,6 @@ class DLRM_Net(nn.Module):  # noqa: N801 - as published
         return ly
 
     def interact_features(self, x: torch.Tensor, ly: list[torch.Tensor]) -> torch.Tensor:
-        """Return the dense vector and the dot products of all pairs."""
         batch_size, d = x.shape
         vectors = torch.cat([x, *ly], dim=1).view((batch_size, -1, d))
         products = torch.bmm(vectors, torch.transpose(vectors, 1, 2))
@@ -62,7 +55,6 @@ class DLRM_Net(nn.Module):  # noqa: N801 - as published
         return torch.cat([x, products[:, li, lj]], dim=1)
 
     def forward(self, dense_x: torch.Tensor, lS_o: torch.Tensor, lS_i: list[torch.Tensor]) -> torch.Tensor:
-        """Return chances (N, 1)."""
         x = self.bot_l(dense_x)
         ly = self.apply_emb(lS_o, lS_i)
         z = self.interact_features(x, ly)
@@ -89,7 +81,6 @@ class Clicks(Dataset[Any]):
 
 
 def collate_wrapper(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """Return dense features, offsets (tables, N), ids of each table, and labels (N, 1)."""
     dense, bags, label = zip(*samples, strict=True)
     lengths = np.array([[len(one) for one in sample] for sample in bags])
     offsets = np.cumsum(lengths, axis=0) - lengths

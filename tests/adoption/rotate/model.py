@@ -1,8 +1,7 @@
 """Knowledge graph embeddings in the layout of the published RotatE: tables are parameters, and loaders alternate."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,15 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 ENTITIES, RELATIONS, DIM, TRIPLES, NEGATIVES = 1000, 8, 8, 2000, 6
 
 
 class KGEModel(nn.Module):
-    """Entities are complex vectors, relations rotations of them."""
-
     def __init__(self, nentity: int, nrelation: int, hidden_dim: int, gamma: float) -> None:
         super().__init__()
         self.nentity, self.nrelation, self.hidden_dim, self.epsilon = nentity, nrelation, hidden_dim, 2.0
@@ -32,7 +26,6 @@ class KGEModel(nn.Module):
         nn.init.uniform_(self.relation_embedding, a=-self.embedding_range.item(), b=self.embedding_range.item())
 
     def forward(self, sample: Any, mode: str = "single") -> torch.Tensor:
-        """Return scores (N, candidates) of triples, or of heads or tails in place of those of triples."""
         if mode == "single":
             head = torch.index_select(self.entity_embedding, dim=0, index=sample[:, 0]).unsqueeze(1)
             relation = torch.index_select(self.relation_embedding, dim=0, index=sample[:, 1]).unsqueeze(1)
@@ -74,7 +67,6 @@ class KGEModel(nn.Module):
 
     @staticmethod
     def train_step(model: nn.Module, optimizer: Any, batch: Any) -> float:
-        """Train one batch, and return its loss."""
         model.train()
         optimizer.zero_grad()
         positive_sample, negative_sample, subsampling_weight, mode = batch
@@ -91,8 +83,6 @@ class KGEModel(nn.Module):
 
 
 class TrainDataset(Dataset[Any]):
-    """Triples, and entities in place of their heads or tails."""
-
     def __init__(self, mode: str) -> None:
         self.mode = mode
 
@@ -108,7 +98,6 @@ class TrainDataset(Dataset[Any]):
 
     @staticmethod
     def collate_fn(data: list[Any]) -> tuple[Any, ...]:
-        """Return a batch of one mode."""
         positive, negative, weight, mode = zip(*data, strict=True)
         return torch.stack(positive), torch.stack(negative), torch.cat(weight), mode[0]
 

@@ -1,7 +1,5 @@
 """A sequential recommender in the layout of the published SASRec for PyTorch: raw arrays of items go into forward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -13,8 +11,6 @@ ITEMS, USERS, MAXLEN, HIDDEN = 900, 400, 12, 16
 
 
 class PointWiseFeedForward(nn.Module):
-    """Two convolutions of width 1, added to their input."""
-
     def __init__(self, hidden_units: int, dropout_rate: float) -> None:
         super().__init__()
         self.conv1 = nn.Conv1d(hidden_units, hidden_units, kernel_size=1)
@@ -23,14 +19,11 @@ class PointWiseFeedForward(nn.Module):
         self.conv2 = nn.Conv1d(hidden_units, hidden_units, kernel_size=1)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return vectors of the same shape."""
         outputs = self.conv2(self.relu(self.dropout1(self.conv1(inputs.transpose(-1, -2)))))
         return outputs.transpose(-1, -2) + inputs  # type: ignore[no-any-return]
 
 
 class SASRec(nn.Module):
-    """Attention over the items of a user; scores of the items that follow."""
-
     def __init__(self, item_num: int, maxlen: int, hidden_units: int, num_blocks: int = 2) -> None:
         super().__init__()
         self.dev = "cpu"
@@ -47,7 +40,6 @@ class SASRec(nn.Module):
             self.forward_layers.append(PointWiseFeedForward(hidden_units, 0.0))
 
     def log2feats(self, log_seqs: Any) -> torch.Tensor:
-        """Return a vector for each place of a sequence."""
         seqs = self.item_emb(torch.LongTensor(log_seqs).to(self.dev))
         seqs *= self.item_emb.embedding_dim**0.5
         poss = np.tile(np.arange(1, log_seqs.shape[1] + 1), [log_seqs.shape[0], 1])
@@ -65,14 +57,12 @@ class SASRec(nn.Module):
         return self.last_layernorm(seqs)  # type: ignore[no-any-return]
 
     def forward(self, _user_ids: Any, log_seqs: Any, pos_seqs: Any, neg_seqs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores of the items that follow, and of others."""
         log_feats = self.log2feats(log_seqs)
         pos_embs = self.item_emb(torch.LongTensor(pos_seqs).to(self.dev))
         neg_embs = self.item_emb(torch.LongTensor(neg_seqs).to(self.dev))
         return (log_feats * pos_embs).sum(dim=-1), (log_feats * neg_embs).sum(dim=-1)
 
     def predict(self, _user_ids: Any, log_seqs: Any, item_indices: Any) -> torch.Tensor:
-        """Return scores of candidates for the next item."""
         final_feat = self.log2feats(log_seqs)[:, -1, :]
         item_embs = self.item_emb(torch.LongTensor(item_indices).to(self.dev))
         return item_embs.matmul(final_feat.unsqueeze(-1)).squeeze(-1)  # type: ignore[no-any-return]

@@ -1,7 +1,5 @@
 """Skip-gram with negative samples, in the layout of a published word2vec: a custom collate, sparse gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -15,8 +13,6 @@ WORDS, DIM, PAIRS, NEGATIVES = 1500, 12, 3000, 4
 
 
 class SkipGramModel(nn.Module):
-    """Vectors of words and of contexts."""
-
     def __init__(self, emb_size: int, emb_dimension: int) -> None:
         super().__init__()
         self.emb_size, self.emb_dimension = emb_size, emb_dimension
@@ -27,7 +23,6 @@ class SkipGramModel(nn.Module):
         init.constant_(self.v_embeddings.weight.data, 0)
 
     def forward(self, pos_u: torch.Tensor, pos_v: torch.Tensor, neg_v: torch.Tensor) -> torch.Tensor:
-        """Return the loss of words, contexts, and other words (N, negatives)."""
         emb_u = self.u_embeddings(pos_u)
         emb_v = self.v_embeddings(pos_v)
         emb_neg_v = self.v_embeddings(neg_v)
@@ -55,7 +50,6 @@ class Word2vecDataset(Dataset[Any]):
 
     @staticmethod
     def collate(batches: list[Any]) -> tuple[torch.Tensor, ...]:
-        """Return words, contexts, and other words."""
         all_u = [u for batch in batches for u, _, _ in batch]
         all_v = [v for batch in batches for _, v, _ in batch]
         all_neg_v = [neg_v for batch in batches for _, _, neg_v in batch]

@@ -1,7 +1,5 @@
 """Compiles every kernel source for the CPU, before several test processes need it: nothing without g++."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A device that runs the kernels' sources on the CPU, with the launches that a GPU gets."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib
@@ -11,22 +9,17 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from numpy.typing import DTypeLike, NDArray
 
 from tests.kernels.shim.memory import GuardedMemory, reserved
-from tiercache.kernels.cuda.launch import BLOCK_THREADS, describe, source
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from numpy.typing import DTypeLike, NDArray
-
-    from tiercache.kernels.arrays import View
-    from tiercache.kernels.cuda.launch import Argument
+from tiercache.kernels.arrays import View
+from tiercache.kernels.cuda.launch import BLOCK_THREADS, Argument, describe, source
 
 ORDERS = ("forward", "reversed", "random")
 HEADER = Path(__file__).with_name("shim.h")
@@ -49,7 +42,6 @@ FOLDER = Path(__file__).with_name("__pycache__")
 
 @functools.cache
 def _compiler() -> str:
-    """Return the compiler's identity, and the headers that the sources include."""
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
     return "\n".join([version, *FLAGS, *CHECKED, *(path.read_text() for path in sorted(HEADER.parent.glob("*.h")))])
 
@@ -91,8 +83,7 @@ class Traffic(NamedTuple):
 
     read: int
     written: int
-    sectors_read: int
-    """Bytes of the distinct 32-byte sectors that were read: those that an unlimited cache would load."""
+    sectors_read: int  # bytes of the distinct 32-byte sectors that were read: those that an unlimited cache would load
     sectors_written: int
 
 
@@ -122,11 +113,9 @@ class ShimDevice:
         self._order, self._seed, self._changed, self._flush = ORDERS.index(order), seed, changed, flush
 
     def place(self, array: Any) -> NDArray[Any]:
-        """Return a copy of an array in guarded memory."""
         return self.memory.place(np.ascontiguousarray(array))
 
     def empty(self, size: int, dtype: DTypeLike) -> NDArray[Any]:
-        """Return an array of garbage in guarded memory."""
         return self.memory.empty((size,), dtype)
 
     def describe(self, array: Any) -> View | None:
@@ -134,27 +123,20 @@ class ShimDevice:
         return describe(array, "__array_interface__")
 
     def put(self, table: NDArray[Any]) -> NDArray[Any]:
-        """Return a copy of the bytes of a table in guarded memory."""
         return self.place(table.reshape(-1).view(np.uint8))
 
     def table(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Make a copy each time."""
         return self.put(array)
 
     def read(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Return a copy of an array."""
         return array.copy()
 
     def sort(self, keys: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Sort in guarded memory."""
         order = np.argsort(keys, kind="stable")
         return self.place(keys[order]), self.place(order)
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument]) -> None:
-        """Run a kernel to its end.
-
-        Raises KernelError.
-        """
+        """Run a kernel to its end. Raises KernelError."""
         name, function = kernel.split(".")
         self.launches.append(kernel)
         text = source(name)
@@ -181,7 +163,6 @@ class ShimDevice:
         self.memory.check()
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return an array of garbage in guarded memory, of any shape."""
         return self.memory.empty(shape, dtype)
 
     def large(self, rows: int, width: int) -> NDArray[np.float32]:
@@ -189,7 +170,6 @@ class ShimDevice:
         return reserved(rows, width)
 
     def close(self) -> None:
-        """Free the arrays."""
         self.memory.close()
 
 

@@ -1,18 +1,14 @@
 """Arrays between protected pages, so that an index outside an array is caught."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
-
-if TYPE_CHECKING:
-    from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike, NDArray
 
 _PAGE = mmap.PAGESIZE
 _RUBBISH = 0xA5
@@ -67,7 +63,6 @@ class GuardedMemory:
         self._blocks: list[tuple[int, int, int, int]] = []  # mapping, its bytes, array, its bytes
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return an array full of garbage."""
         dtype = np.dtype(dtype)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         room = max(1, -(-nbytes // _PAGE)) * _PAGE
@@ -87,7 +82,6 @@ class GuardedMemory:
         return np.array(sorted((at, at + size) for _, _, at, size in self._blocks if size), np.uint64).reshape(-1, 2)
 
     def place(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Return a copy of an array."""
         copy = self.empty(array.shape, array.dtype)
         copy[...] = array
         return copy
@@ -101,7 +95,6 @@ class GuardedMemory:
                 assert padding.count(_RUBBISH) == len(padding), f"a kernel wrote next to an array of {size} bytes."
 
     def close(self) -> None:
-        """Free the memory: its arrays must not be used again."""
         for mapping, nbytes, _, _ in self._blocks:
             _LIBC.munmap(mapping, nbytes)
         self._blocks.clear()
