@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import pytest
 from tests.dist.pool import Raised, RanksPool, RunFailedError
 from tests.dist.resharding_killer import PHASES
 from tests.dist.shards_killer import PHASES as PHASES_OF_SHARDS
-from tests.dist.trainings import Rows, assert_same_rows, on_ranks, stored
+from tests.dist.trainings import CASES, Rows, assert_same_rows, on_ranks, stored, train_and_stop
 from tiercache.store import Cursor, Store, StoreMissingError, verify
 
 ROOT = Path(__file__).parents[2]
@@ -76,19 +77,34 @@ def test_ranks_killed_while_they_write_new_parts_end_with_the_same_bits(tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kills", [6, 60])
-def test_ranks_killed_in_the_midst_of_a_training_go_on_to_the_same_bits(tmp_path: Path, kills: int) -> None:
-    """One rank or all, at random moments, on 2 and on 3 ranks, up to four times; survivors report why they ended."""
+@pytest.mark.parametrize(("kills", "taken_up"), [(6, False), (3, True), (60, False), (60, True)])
+def test_ranks_killed_in_the_midst_of_a_training_go_on_to_the_same_bits(
+    tmp_path: Path, kills: int, taken_up: bool
+) -> None:
+    """One rank or all, at random moments, on 2 and on 3 ranks, up to four times; survivors report why they ended.
+
+    taken_up: each training is the rest of one of 3 or of 2 ranks, whose rows are first divided among the new ranks.
+    """
     generator, trainings, told_why, behind_a_commit = random.Random(kills), 0, 0, 0
     with RanksPool(tmp_path, most=3) as pool:
-        expected = {size: whole_training(pool, size, tmp_path / f"whole-{size}") for size in (2, 3)}
+        begun = {size: tmp_path / f"begun-{size}" for size in (2, 3)}
+        for size, folder in begun.items():
+            CASES["bags"].cut(folder / "passes")
+            if taken_up:
+                pool.start()
+                on_ranks(pool, 5 - size, folder, "bags", train_and_stop, passes=2, batches=1, within=True)
+        expected = {
+            size: whole_training(pool, size, shutil.copytree(folder, tmp_path / f"whole-{size}"))
+            for size, folder in begun.items()
+        }
         while kills > 0:
             size, folder, at = 2 + trainings % 2, tmp_path / str(trainings), Cursor(0)
             trainings += 1
+            shutil.copytree(begun[size], folder)
             dense, rows, seconds = expected[size]
             for _ in range(1 + generator.randrange(4)):
-                # late, after a commit: machines vary in speed
-                moment = seconds * max(generator.random(), generator.random())
+                # late, after a commit: machines vary in speed; or early, while rows are divided
+                moment = seconds * (min if taken_up else max)(generator.random(), generator.random())
                 victims = [*range(size)] if generator.random() < 0.3 else [generator.randrange(size)]
                 errors = killed_at(pool, size, folder, moment, victims)
                 if not any(errors):
@@ -107,7 +123,8 @@ def test_ranks_killed_in_the_midst_of_a_training_go_on_to_the_same_bits(tmp_path
                 np.testing.assert_array_equal(ended[0][name], value, err_msg=name)
             names = {entry.name for entry in (folder / "model.tc").glob("rank-*")}
             assert names == {f"rank-{rank}" for rank in range(1, size)}
-    assert min(told_why, behind_a_commit) > 0
+    assert behind_a_commit
+    assert told_why or taken_up
 
 
 def whole_training(pool: RanksPool, size: int, folder: Path) -> tuple[dict[str, Any], Rows, float]:
