@@ -190,3 +190,14 @@ def test_what_a_schema_leaves_out_has_the_defaults_of_the_page(begun: dict[str, 
 def test_the_reference_has_every_public_name_once() -> None:
     pages = "".join(one.read_text() for one in (ROOT / "docs" / "api").glob("*.md"))
     assert sorted(re.findall(r"^::: tiercache\.(\w+)$", pages, re.MULTILINE)) == sorted([*tc.__all__, "errors"])
+
+
+def test_files_that_texts_name_exist() -> None:
+    """Including those of the design records, whose commands may be of an earlier time."""
+    missing = {}
+    for text in [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        named = set(
+            re.findall(r"\b(?:tests|benchmarks|examples)/[\w/.-]+\.(?:py|toml|json|txt|ipynb)\b", text.read_text())
+        )
+        missing[text.name] = sorted(name for name in named if not (ROOT / name).exists())
+    assert {name: files for name, files in missing.items() if files} == {}
