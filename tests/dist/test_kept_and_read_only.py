@@ -59,6 +59,30 @@ def test_ranks_go_on_from_what_they_kept_to_the_same_bits(
     assert different(stored(tmp_path), rows) == []
 
 
+def take_shard_out(_: AnyCommunicator, folder: str) -> str:
+    """Pass the store of a cache to everything that needs the rows of all ranks; returns the label of the shard."""
+    with open_sharded(CASES["one"], folder) as cache:
+        cache.register(model=(model := tc.Embedding(cache.schema, "user")))
+        cache.restore()
+        refused = "is the shard of rank . of 2 and has only its rows: pass the whole store"
+        for takes in (
+            lambda: tc.to_torch(model, cache.store),
+            lambda: tc.to_torch(model, cache.store, like=torch.nn.Embedding(1000, 8)),
+            lambda: tc.export_store(cache.store, Path(folder) / "rows", format="numpy"),
+            lambda: tc.export_overlay(cache.store, Path(folder) / "rows.safetensors", table="users"),
+        ):
+            with pytest.raises(ValueError, match=refused):
+                takes()
+        with tc.Store.open(Path(folder) / "model.tc", mode="r") as whole:
+            tc.to_torch(model, whole)
+        return cache.store.label
+
+
+def test_the_shard_of_a_rank_is_not_taken_for_the_whole_store(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    CASES["one"].cut(tmp_path / "passes")
+    assert len(set(ranks_pool.run(2, take_shard_out, folder=str(tmp_path)))) == 2
+
+
 # -- stores that were opened for reading ---------------------------------------------------------------------
 
 

@@ -142,12 +142,14 @@ def export_store(
     ``out``, and a second export to it at the same time is refused. Do not commit to an open ``store`` during the
     export.
 
-    Raises ImportExportError, and the errors of ``Store.open``, ``Store.scan`` and ``Store.changes``.
+    Raises ImportExportError, ValueError for one rank's shard, and the errors of ``Store.open``, ``Store.scan`` and
+    ``Store.changes``.
     """
     out, chosen = to_path(out, "an export"), find_format(format)
     with file_errors(f"the export to {out}"), ExitStack() as stack:
         if isinstance(store, (str, os.PathLike)):
             store = stack.enter_context(Store.open(to_path(store, "a store"), mode="r"))
+        store.check_whole()
         selected = _tables(store, tables)
         if store.commit is None:
             raise ImportExportError(f"{store.label} has no commit, so no rows to export: train it or import into it")

@@ -74,6 +74,7 @@ def export_overlay(
     with file_errors(f"the export to {out}"), ExitStack() as stack:
         if isinstance(store, (str, os.PathLike)):
             store = stack.enter_context(Store.open(to_path(store, "a store"), mode="r"))
+        store.check_whole()
         if store.commit is None:
             raise ImportExportError(f"{store.label} has no commit, so no rows to export: train it or import into it")
         if out.exists():

@@ -274,6 +274,15 @@ class Store(StoreReads):
                     raise
                 raise explained from error
 
+    def check_whole(self) -> None:
+        """Raise ValueError for one rank's shard of a store, which lacks the rows of the other ranks."""
+        place = self._opened.place
+        if place is not None and len(place.folders) > 1 and not self.ranks:
+            raise ValueError(
+                f"{self.label} is the shard of rank {place.rank} of {len(place.folders)} and has only its rows: "
+                "pass the whole store, tc.Store.open(path, mode='r'), with the path that the cache was given"
+            )
+
     @property
     def commit_writer(self) -> CommitWriter:
         """The writer of commits. Raises ValueError if the store is open for reading, and StoreClosedError."""

@@ -51,6 +51,8 @@ def to_torch(
     state dict of the original class. A table is in memory whole. ``unseen`` decides the rows of keys that the store
     lacks.
 
+    On several ranks ``cache.store`` has one rank's rows: pass ``Store.open(path, mode="r")``, which has all.
+
     Without ``like``, embeddings take raw keys, int64 of any shape, and map them to rows by a sorted list of keys, a
     buffer next to the weight: an `EmbeddingBag` (N, L), or (keys,) with offsets. A converted torchrec collection takes
     a `KeyedJaggedTensor` of raw keys. Padding is zeros and counts in no mean, as in training. Modules of one table and
@@ -61,12 +63,14 @@ def to_torch(
     ``TierCache.evaluate_batch``: "initial" its initial row, "zeros" zeros, "error" KeyMissingError. The vector counts
     in a mean. Only "zeros" can be traced and exported, because only it does not look at the keys.
 
-    Raises ValueError for a model with an `EmbeddingBagCollection` or `EmbeddingCollection`, which look whole batches
-    up, or without any embedding, for a ``like`` with other modules, or fewer rows than the store has, and for ``keys``
-    of other tables, or that are not integers; KeyMissingError for keys that have no row, CommitMissingError, StateError
-    if commit ``at`` does not have the state of one module like ``model``, and the errors of ``Store.scan``.
+    Raises ValueError for one rank's shard, for a model with an `EmbeddingBagCollection` or `EmbeddingCollection`, which
+    look whole batches up, or without any embedding, for a ``like`` with other modules, or fewer rows than the store
+    has, and for ``keys`` of other tables, or that are not integers; KeyMissingError for keys that have no row,
+    CommitMissingError, StateError if commit ``at`` does not have the state of one module like ``model``, and the errors
+    of ``Store.scan``.
     """
     check_unseen(unseen)
+    store.check_whole()
     model = unwrapped(model)
     if at is not None:
         with store.at(at) as there:
