@@ -60,16 +60,21 @@ def test_ranks_go_on_from_what_they_kept_to_the_same_bits(
 
 
 def take_shard_out(_: AnyCommunicator, folder: str) -> str:
-    """Pass the store of a cache to everything that needs the rows of all ranks; returns the label of the shard."""
+    """Use the store of a cache where the rows or the commits of all ranks are needed; returns the shard's label."""
     with open_sharded(CASES["one"], folder) as cache:
         cache.register(model=(model := tc.Embedding(cache.schema, "user")))
         cache.restore()
-        refused = "is the shard of rank . of 2 and has only its rows: pass the whole store"
+        refused = "is the shard of rank . of 2 and has only its rows: use the whole store"
         for takes in (
             lambda: tc.to_torch(model, cache.store),
             lambda: tc.to_torch(model, cache.store, like=torch.nn.Embedding(1000, 8)),
             lambda: tc.export_store(cache.store, Path(folder) / "rows", format="numpy"),
             lambda: tc.export_overlay(cache.store, Path(folder) / "rows.safetensors", table="users"),
+            lambda: tc.import_store({}, cache.store),
+            lambda: cache.store.pin("best"),
+            lambda: cache.store.unpin("best"),
+            lambda: cache.store.rollback(1),
+            cache.store.compact,
         ):
             with pytest.raises(ValueError, match=refused):
                 takes()

@@ -207,7 +207,10 @@ def _check_format(place: str | Path, format_: str | None) -> None:
 
 
 def _of_store(store: Store, tables: tuple[Table, ...] | None) -> tuple[Table, ...]:
-    """Return the tables to import to an existing store. Raises ImportExportError for one that it does not have."""
+    """Return the tables to import to an existing store. Raises ImportExportError for one that it does not have, and
+    ValueError for one rank's shard.
+    """
+    store.check_whole()
     for table in tables or ():
         if table not in store.tables:
             names = ", ".join(repr(one.name) for one in store.tables)

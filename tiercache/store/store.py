@@ -280,7 +280,8 @@ class Store(StoreReads):
         if place is not None and len(place.folders) > 1 and not self.ranks:
             raise ValueError(
                 f"{self.label} is the shard of rank {place.rank} of {len(place.folders)} and has only its rows: "
-                "pass the whole store, tc.Store.open(path, mode='r'), with the path that the cache was given"
+                "use the whole store, tc.Store.open(path) with the path that the cache was given, which is mode='r' "
+                "while it trains; cache.keep(name) pins commits then"
             )
 
     @property
@@ -436,15 +437,20 @@ class Store(StoreReads):
         """
         if self.ranks:
             return self.commit_on_all(lambda rank: rank.compact(progress=progress))
+        if self._of is None:  # else a rank of a whole store
+            self.check_whole()
         commit = self.commit
         start = None if commit is None or commit.cursor.sample else commit.cursor
         return self.rewrite(NoUses(), schedule_digest="", progress=progress, retain_segments=False, start=start)
 
-    def commit_on_all(self, step: Callable[[Store], object]) -> Commit:
+    def commit_on_all(self, step: Callable[[Store], object], *, of_shard: bool = False) -> Commit:
         """Return the commit that ``step`` makes of this store or, with several ranks, prepares on each.
 
-        After an error the store is unchanged.
+        After an error the store is unchanged. ``of_shard``: a rank's shard is allowed, whose part of the commit the
+        caller publishes. Raises ValueError for a shard otherwise.
         """
+        if not of_shard:
+            self.check_whole()
         _ = self.any_writer  # or raises
         with ExitStack() as stack:
             for one in (self._opened, *self._opened.ranks[1:]):

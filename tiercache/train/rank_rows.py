@@ -154,10 +154,9 @@ class RankRows:
 
     def pin(self, name: str) -> int:
         """Pin the newest commit and return its id; with several ranks, publish it then."""
-        commit = self.store.commit
-        self.store.pin(name)
-        assert commit is not None, "pinning needs a commit"
-        return commit.id
+        commit = 0 if self.store.commit is None else self.store.commit.id
+        self.store.commit_on_all(lambda part: part.commit_writer.pin(name, commit), of_shard=True)
+        return commit
 
     @property
     def batch_order(self) -> Any:
