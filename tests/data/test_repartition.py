@@ -6,6 +6,7 @@ import fcntl
 import os
 import resource
 import shutil
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -246,6 +247,23 @@ def test_a_training_goes_on_with_parts_from_where_it_stood(tmp_path: Path, pass_
         assert moved.cursor == split_cursor(new, commit.cursor, order=commit.settings.get("order"))
         assert tc.reorganize(store, new, progress=False) is moved
         with tiered(store, new) as cache:
+            model = train(cache, case, seed=99)
+        assert_same_bits(resident_result(case, old), result_of(store, old, model))
+
+
+@pytest.mark.parametrize(("batches", "order_seed"), [(3, None), (0, 5)])
+def test_a_training_of_passes_that_all_fit_resumes_anywhere(
+    tmp_path: Path, batches: int, order_seed: int | None
+) -> None:
+    """Inside a shuffled pass or a seeded epoch: nothing was split, so it has the schedule that the store follows."""
+    from tests.train.test_entering import train_to
+
+    case = replace(training_case(), shuffle=True, order_seed=order_seed)
+    old = case.cut(tmp_path / "old")
+    same = tc.repartition(old, tmp_path / "same", rows=1000, batch_multiple=8)
+    with tc.Store.open(None, tables=case.tables, engine=MemoryEngine()) as store:
+        train_to(store, same, case, 2, batches)
+        with tiered(store, same, order_seed=order_seed, reorganize=True) as cache:
             model = train(cache, case, seed=99)
         assert_same_bits(resident_result(case, old), result_of(store, old, model))
 

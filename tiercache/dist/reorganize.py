@@ -70,12 +70,14 @@ def reorganize(
     schedule = Schedule.of(passes, rule)
     commit = store.commit
     if start is None and commit is not None:
+        if commit.schedule_digest == schedule.digest:
+            return commit
         start = commit.cursor if commit.overlaid == schedule.digest else _continued(commit, passes, rule)
     begin = Cursor.of(start or (0, 0))
     _check_start(begin, schedule, passes)
     if commit is None:
         return None
-    if commit.schedule_digest == schedule.digest and (start is None or commit.cursor == begin):
+    if commit.schedule_digest == schedule.digest and commit.cursor == begin:
         return commit
     _ = store.commit_writer  # or raises
     if store_budget is not None:
