@@ -62,6 +62,7 @@ def check_schedule(store: Store, passes: DatasetView, schedule: Schedule) -> Non
             "tiercache.reorganize(store, passes) to continue with this one, or start a new store"
         )
     raise DatasetError(
-        f"{store.label} has no training schedule at commit {commit.id} (it was compacted, or rows were imported): call "
-        "tiercache.reorganize(store, passes) first, or do not pass reorganize=False"
+        f"{store.label} has no training schedule at commit {commit.id} (it was compacted or altered, or rows were "
+        "imported or forgotten): call tiercache.reorganize(store, passes) first, or open a cache without "
+        "reorganize=False"
     )
