@@ -218,3 +218,21 @@ def test_the_state_of_a_whole_table_is_refused(tmp_path: Path, kind: Any) -> Non
         optimizer.load_state_dict(trained.state_dict())
         with one_sentence(StateError, "has loaded state of shape (12, 4)", "leave it out of the state dict"):
             next(iter(cache.passes(epochs=1)))
+
+
+def test_a_store_that_was_altered_under_an_open_cache_is_not_trained(tmp_path: Path) -> None:
+    """The cache has the earlier rate. Altered back, it goes on."""
+    model, optimizer = converted(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+    def epoch(cache: tc.TierCache, epochs: int) -> None:
+        for _ in cache.passes(epochs=epochs):
+            step(model, cache.optimizer)
+
+    with opened(tmp_path, model, optimizer) as cache:
+        epoch(cache, 1)
+        (table,) = cache.store.tables
+        alter(cache.store, [replace(table, optimizer=tc.optim.SGD(learning_rate=0.5))])
+        with one_sentence(StateError, "were altered", "close it, and open another"):
+            epoch(cache, 2)
+        alter(cache.store, [table])
+        epoch(cache, 2)

@@ -60,6 +60,7 @@ class RankRows:
         StateError if the store is being trained.
         """
         self.store, self.source, self.backend = store, source, backend
+        self._tables = store.tables
         self.check_alone()
         check_tables(store, source)
         self.plans, self._uses = plans_of(budgets, source, store, order=order)
@@ -102,6 +103,7 @@ class RankRows:
         with ranks.raise_on_all("checking the last commit"):
             self.check_alone()
             if not is_fresh:
+                self._check_tables()
                 check_schedule(self.store, self.source, self.schedule)
         if is_fresh:
             self.state.optimizer.is_restored = True
@@ -115,6 +117,14 @@ class RankRows:
         self.state.dense.note_restored()
         self._lineage = lineage  # only now: a call that raised restored nothing
         return self.plans.cursor
+
+    def _check_tables(self) -> None:
+        """Raise StateError if an alteration or a rollback has changed the tables since the cache was opened."""
+        if self.store.tables != self._tables:
+            raise StateError(
+                f"the tables of {self.store.label} were altered, or rolled back to others, while this cache was open, "
+                "and it would train them with their earlier settings: close it, and open another"
+            )
 
     @property
     def cursor(self) -> tuple[int, int]:
