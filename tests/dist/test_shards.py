@@ -26,6 +26,7 @@ from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import RankError, StateError
 from tiercache.store import Cursor, Store, StoreError, StoreFullError, info, verify
 from tiercache.store.commit_writer import CommitWriter
+from tiercache.store.compaction_plan import NoUses
 from tiercache.store.opening import newest_record, open_folder
 from tiercache.store.rank_writer import RankWriter
 from tiercache.store.sharding import ShardingPlan, TableSharding
@@ -113,18 +114,24 @@ def test_what_some_ranks_prepared_is_dropped_at_the_next_opening(tmp_path: Path,
         assert store.commit.id == 6
 
 
+def compact(shard: Store) -> None:
+    """Prepare the compaction of one rank's rows."""
+    assert shard.commit is not None
+    shard.rewrite(NoUses(), schedule_digest="", retain_segments=False, start=shard.commit.cursor)
+
+
 @pytest.mark.sampled(1)
 @ENGINES
 def test_a_rank_that_prepared_a_commit_prepares_no_other_one(tmp_path: Path, engine: str) -> None:
-    """A compaction of one rank is not a commit of the store; one of all ranks is."""
+    """A rewrite of one rank is not a commit of the store; one of all ranks is."""
     path = tmp_path / "s"
 
     def alone(ranks: Any, shards: ShardWriter, world: ShardWorld) -> list[int]:
         for _ in range(4):
             take(shards, world)
         if ranks.rank:
-            shards.store.compact()
-            for step in (shards.store.compact, lambda: advance(shards.store, world, shards.cursor)):
+            compact(shards.store)
+            for step in (lambda: compact(shards.store), lambda: advance(shards.store, world, shards.cursor)):
                 with pytest.raises(StoreError, match=r"commit 4 of .* waits for the other ranks: publish it"):
                     step()
         with pytest.raises(StateError if ranks.rank == 0 else RankError, match="has prepared no commit"):
@@ -138,7 +145,7 @@ def test_a_rank_that_prepared_a_commit_prepares_no_other_one(tmp_path: Path, eng
 
     def together(_: Any, shards: ShardWriter, __: ShardWorld) -> list[int]:
         for _ in range(2):
-            shards.store.compact()
+            compact(shards.store)
             shards.publish()
         return [commit.id for commit in shards.store.commits]
 
