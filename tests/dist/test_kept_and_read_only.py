@@ -64,7 +64,7 @@ def take_shard_out(_: AnyCommunicator, folder: str) -> str:
     with open_sharded(CASES["one"], folder) as cache:
         cache.register(model=(model := tc.Embedding(cache.schema, "user")))
         cache.restore()
-        refused = "is the shard of rank . of 2 and has only its rows: use the whole store"
+        refused = "is the shard of rank . of 2 and has only that rank's rows: open the whole store"
         for takes in (
             lambda: tc.to_torch(model, cache.store),
             lambda: tc.to_torch(model, cache.store, like=torch.nn.Embedding(1000, 8)),
@@ -75,6 +75,9 @@ def take_shard_out(_: AnyCommunicator, folder: str) -> str:
             lambda: cache.store.unpin("best"),
             lambda: cache.store.rollback(1),
             cache.store.compact,
+            lambda: tc.store.alter(cache.store, cache.store.tables),
+            lambda: tc.store.forget(cache.store, "users", np.array([-1])),
+            lambda: tc.reorganize(cache.store, cache.dataset),
         ):
             with pytest.raises(ValueError, match=refused):
                 takes()

@@ -232,7 +232,7 @@ def test_a_store_that_was_altered_under_an_open_cache_is_not_trained(tmp_path: P
         epoch(cache, 1)
         (table,) = cache.store.tables
         alter(cache.store, [replace(table, optimizer=tc.optim.SGD(learning_rate=0.5))])
-        with one_sentence(StateError, "were altered", "close it, and open another"):
+        with one_sentence(StateError, "changed while this cache was open", "close it and open a new one"):
             epoch(cache, 2)
         alter(cache.store, [table])
         epoch(cache, 2)

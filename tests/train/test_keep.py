@@ -219,7 +219,7 @@ def test_what_no_commit_has_is_not_kept(tmp_path: Path, passes: tc.PassDataset) 
         cache.keep("best")
     with tiered(tmp_path / "s", passes) as cache:
         registered(cache, CASE)
-        with pytest.raises(StateError, match=r"dense weights are not those of the rows .*: call cache.restore\(\)"):
+        with pytest.raises(StateError, match=r"dense weights do not match the rows .*: call cache.restore\(\)"):
             cache.keep("best")
 
 

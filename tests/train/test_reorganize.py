@@ -276,7 +276,7 @@ def test_training_in_another_order_is_refused_until_the_store_was_reorganized(tm
                 tiered(store, passes, order_seed=seed)
         before = result_of(store, one, None)
         store.compact()
-        with pytest.raises(tc.TierCacheError, match=r"has no training schedule .* or open a cache without"):
+        with pytest.raises(tc.TierCacheError, match=r"has no training schedule .* or open the cache without"):
             tiered(store, one)
         assert_same_bits(before, result_of(store, one, None))
         tc.reorganize(store, one, order_seed=5, progress=False)

@@ -65,6 +65,8 @@ def reorganize(
     Raises BudgetError if the budget may be too small, DatasetError for sub-datasets of other tables, ValueError if the
     store is inside a pass and ``start`` is not given, or if ``start`` is not in the schedule, and StoreFullError.
     """
+    if isinstance(passes, PassDataset):  # not one rank's share
+        store.check_whole()
     check_tables(store, passes)
     rule = order_rule(passes, order, order_seed)
     schedule = Schedule.of(passes, rule)

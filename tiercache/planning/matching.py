@@ -63,6 +63,6 @@ def check_schedule(store: Store, passes: DatasetView, schedule: Schedule) -> Non
         )
     raise DatasetError(
         f"{store.label} has no training schedule at commit {commit.id} (it was compacted or altered, or rows were "
-        "imported or forgotten): call tiercache.reorganize(store, passes) first, or open a cache without "
+        "imported or forgotten): call tiercache.reorganize(store, passes) first, or open the cache without "
         "reorganize=False"
     )

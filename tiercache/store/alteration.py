@@ -87,6 +87,7 @@ def altered_sharding(sharding: ShardingPlan, before: Sequence[Table], tables: Se
 def checked_commit(store: Store) -> Commit:
     """Return the newest commit of a store that is open for writing, with nothing appended. Raises ValueError."""
     _ = store.any_writer  # or raises
+    store.check_whole()
     if store.commit is None:
         raise ValueError(f"{store.label} has no commit yet: create a new store, or train and commit first")
     if any(part.snapshot.appended for part in store.parts):

@@ -279,9 +279,9 @@ class Store(StoreReads):
         place = self._opened.place
         if place is not None and len(place.folders) > 1 and not self.ranks:
             raise ValueError(
-                f"{self.label} is the shard of rank {place.rank} of {len(place.folders)} and has only its rows: "
-                "use the whole store, tc.Store.open(path) with the path that the cache was given, which is mode='r' "
-                "while it trains; cache.keep(name) pins commits then"
+                f"{self.label} is the shard of rank {place.rank} of {len(place.folders)} and has only that rank's "
+                "rows: open the whole store with tc.Store.open(path) and the path of the cache, with mode='r' during "
+                "training; to pin a commit during training, call cache.keep(name)"
             )
 
     @property

@@ -174,7 +174,7 @@ class CommitState:
         commit = store.commit
         if commit is not None and commit.state_bytes and (names := self.dense.unrestored):
             raise StateError(
-                f"{', '.join(names)} was not restored from commit {commit.id}, so its dense weights are not those of "
+                f"{', '.join(names)} was not restored from commit {commit.id}, so its dense weights do not match "
                 "the rows in the store: call cache.restore() first"
             )
 

@@ -119,11 +119,11 @@ class RankRows:
         return self.plans.cursor
 
     def _check_tables(self) -> None:
-        """Raise StateError if an alteration or a rollback has changed the tables since the cache was opened."""
+        """Raise StateError if alter or a rollback changed the tables after the cache was opened."""
         if self.store.tables != self._tables:
             raise StateError(
-                f"the tables of {self.store.label} were altered, or rolled back to others, while this cache was open, "
-                "and it would train them with their earlier settings: close it, and open another"
+                f"the tables of {self.store.label} changed while this cache was open, by alter or a rollback, and the "
+                "cache still has the earlier settings: close it and open a new one"
             )
 
     @property
@@ -164,7 +164,7 @@ class RankRows:
 
     def pin(self, name: str) -> int:
         """Pin the newest commit and return its id; with several ranks, publish it then."""
-        commit = 0 if self.store.commit is None else self.store.commit.id
+        commit = 0 if self.store.commit is None else self.store.commit.id  # without a commit, pin raises
         self.store.commit_on_all(lambda part: part.commit_writer.pin(name, commit), of_shard=True)
         return commit
 
