@@ -4,7 +4,7 @@ import argparse
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,19 @@ def add_options(parser: argparse.ArgumentParser, quick: str) -> None:
 
 def working_folder(options: argparse.Namespace, name: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=f"tiercache-{name}-", dir=options.folder))
+
+
+def progress(every: int = 500) -> Callable[[int], None]:
+    """Return a function that is told of examined folders, and prints their number now and then: a run takes long."""
+    examined = 0
+
+    def notify(more: int) -> None:
+        nonlocal examined
+        if (examined + more) // every > examined // every:
+            console.print(f"{examined + more:,} stores examined")
+        examined += more
+
+    return notify
 
 
 def report(

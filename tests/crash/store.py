@@ -34,7 +34,7 @@ from tests.crash.loss import Loss
 from tests.crash.outcome import FAILING, KINDS, LOST, MOST_PROBLEMS, SILENT, EnoughError, Found
 from tests.crash.points import Point, unwatch, watch
 from tests.crash.recording import Recording, record
-from tests.crash.report import add_options, report, working_folder
+from tests.crash.report import add_options, progress, report, working_folder
 from tests.crash.schedule import After, At, Torn, deal, spread
 from tests.crash.store_steps import STEPS, go_on, prepare, problems, stands
 from tiercache.store import Store, StoreError, StoreMissingError
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder, begun = working_folder(options, "store"), time.perf_counter()
     killer = Killer(folder, StoreWorkload(options.engine), seed=options.seed, most_problems=options.problems)
     with contextlib.suppress(EnoughError):
-        deal(_cases(killer, options, random.Random(options.seed)), killer, options.jobs, lambda _: None)
+        deal(_cases(killer, options, random.Random(options.seed)), killer, options.jobs, progress())
     outcome = killer.outcome
     names = ("points", "points_tried", "kills", "instants", "torn", "second_kills", "replays", "full_disks")
     figures: dict[str, Any] = {
