@@ -17,7 +17,7 @@ import numpy as np
 from tiercache.store.bits import from_bits, nearest, row_beyond, xxh64
 from tiercache.store.initializer import Checkpoint
 from tiercache.store.records import decode, encode, page_checksums
-from tiercache.store.store_errors import CheckpointError, CorruptStoreError
+from tiercache.store.store_errors import CheckpointError, damaged, parsing
 from tiercache.store.tensor_file import (
     CHUNK_BYTES,
     FileIdentity,
@@ -229,7 +229,7 @@ class CheckpointRecord:
             self.identities, self.sums = tensor.identities, [Sums.empty(file.num_chunks) for file in tensor.files]
             self.sums[0].changed = True
         elif [one.crc_C.size for one in self.sums] != [file.num_chunks for file in tensor.files]:
-            raise CorruptStoreError(f"{self.label} has checksums of other tensors: restore the store from a copy")
+            raise damaged(f"{self.label} has checksums of other tensors")
         self._tensor = tensor
 
     def close(self) -> None:
@@ -310,7 +310,7 @@ class CheckpointRecord:
     def _load(self, note: Note, notes: Notes) -> None:
         self._saved, label = note.version, notes.label(self.note)
         values, arrays = decode("checkpoint", note.data, label)
-        try:
+        with parsing(label):
             if values["chunk_bytes"] != CHUNK_BYTES:
                 raise ValueError(f"its chunks have {values['chunk_bytes']} bytes")
             self.identities = [FileIdentity(int(size), str(header)) for size, header, _ in values["files"]]
@@ -320,8 +320,6 @@ class CheckpointRecord:
                 if not crc.size == known.size == chunks:
                     raise ValueError(f"it has {crc.size} sums of {chunks} chunks")
                 self.sums.append(Sums(crc, known))
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptStoreError(f"{label} cannot be read ({error}): restore the store from a copy") from error
 
 
 def checkpoint_records(

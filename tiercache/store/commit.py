@@ -17,7 +17,7 @@ from tiercache.store.engines.engine import Blob, Head
 from tiercache.store.live import GROUP_COUNTS, Live
 from tiercache.store.records import checked_digest, checksum, decode, digest, encode, integer, whole
 from tiercache.store.sharding import ShardingPlan, groups_of_rank
-from tiercache.store.store_errors import CorruptStoreError
+from tiercache.store.store_errors import CorruptStoreError, parsing
 from tiercache.store.table import Table, group_tables, tombstone_groups
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class RankList:
     def from_bytes(cls, data: bytes, groups: tuple[Group, ...], make: MakeSegment, name: str) -> RankList:
         """Read a record; ``make`` gives segments. Raises CorruptStoreError; ``name`` is its name in the message."""
         values, arrays = decode("rank", data, name)
-        try:
+        with parsing(name):
             entries = values["segments"]
             live = Live.zeros(len(entries), groups)
             if [values["groups"], values["tables"]] != [len(groups), live.live_ST.shape[1]]:
@@ -154,12 +154,9 @@ class RankList:
                 live=live,
                 state=state,
             )  # fmt: skip
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise _unreadable(name, error) from error
 
 
 def _narrow(counts: Int64s) -> NDArray[Any]:
-    """Return counts in 4 bytes each, or in 8 where one does not fit."""
     return counts.astype(np.uint32) if int(counts.max(initial=0)) < 1 << 32 else counts.astype(np.int64)
 
 
@@ -255,7 +252,7 @@ class CommitRecord:
     def from_bytes(cls, data: bytes, name: str) -> CommitRecord:
         """Read a record. Raises CorruptStoreError; ``name`` is its name in the message."""
         values, _ = decode("commit", data, name)
-        try:
+        with parsing(name):
             pass_index, sample = values["cursor"]
             kept = tuple(Kept(whole(id_, "a commit"), _head(head)) for id_, *head in values["kept"])
             pins = {str(pin): whole(id_, "a pinned commit") for pin, id_ in values["pins"].items()}
@@ -279,8 +276,6 @@ class CommitRecord:
                 stored=tuple(tables_of({"tables": tables}) for tables in values["stored"]),
                 ranks=ranks, tables=tables, **_sharding(values, tables, len(ranks)),
             )  # fmt: skip
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise _unreadable(name, error) from error
 
     def groups_of(self, rank: int) -> tuple[Group, ...]:
         """Return the groups of the layouts of a rank's segments, of tables that it has whole or a slice of."""
@@ -422,7 +417,3 @@ def head_of(name: str, data: bytes) -> Head:
 def _head(value: Sequence[Any]) -> Head:
     name, size, sha256 = value
     return Head(str(name), whole(size, "a size"), checked_digest(sha256))
-
-
-def _unreadable(name: str, error: Exception) -> CorruptStoreError:
-    return CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy")

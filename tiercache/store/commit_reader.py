@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import weakref
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -19,7 +19,14 @@ from tiercache.store.records import ChunkCache, PagedArrays, decode, end_of
 from tiercache.store.segment import GroupMeta, Segment, meta_from_bytes
 from tiercache.store.segment_writer import check_layouts
 from tiercache.store.snapshot import History, Needed, Snapshot
-from tiercache.store.store_errors import BlockReadError, CommitMissingError, CorruptStoreError, StoreError
+from tiercache.store.store_errors import (
+    BlockReadError,
+    CommitMissingError,
+    CorruptStoreError,
+    StoreError,
+    damaged,
+    parsing,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -152,7 +159,6 @@ def _keeps(newest: CommitRecord | None, id_: int) -> bool:
 
 READ_BYTES = 64 << 20
 """Bytes of a blob to read at once."""
-ADVICE = "restore the store from a copy"
 
 
 class CommitLoader:
@@ -176,7 +182,7 @@ class CommitLoader:
         """Return the newest commit that there is now; before the first one a snapshot of nothing."""
         head = self.commits.newest()
         if head is None:
-            raise CorruptStoreError(f"{self.label} has no description of its contents: {ADVICE}")
+            raise damaged(f"{self.label} has no description of its contents")
         return Snapshot(None if before_commits(head) else self.read(head), self.groups)
 
     def newest_record(self) -> CommitRecord | None:
@@ -199,7 +205,7 @@ class CommitLoader:
         """Return an older commit that is kept."""
         commit = self.read(kept.head)
         if commit.id != kept.id:
-            raise CorruptStoreError(f"commit {kept.id} of {self.label} is commit {commit.id}: {ADVICE}")
+            raise damaged(f"commit {kept.id} of {self.label} is commit {commit.id}")
         return Snapshot(commit, self.groups)
 
     def read(self, head: Head) -> Commit:
@@ -210,12 +216,12 @@ class CommitLoader:
     def commit(self, record: CommitRecord, head: Head) -> Commit:
         """Return a commit with the rank's list, given only its record."""
         if self.rank >= len(record.ranks):
-            raise CorruptStoreError(f"{head.name} of {self.label} has no rank {self.rank}: {ADVICE}")
+            raise damaged(f"{head.name} of {self.label} has no rank {self.rank}")
         rank, groups = record.ranks[self.rank], record.groups_of(self.rank)
         name = f"{rank.name} of {self.label}"
         own = RankList.from_bytes(self._blob(rank, name, self._engine), groups, self._segment, name)
         if own.rank != self.rank:
-            raise CorruptStoreError(f"{name} lists segments of rank {own.rank}: {ADVICE}")
+            raise damaged(f"{name} lists segments of rank {own.rank}")
         return Commit(**vars(record), own=own, groups=groups, head=head)
 
     def given_up(self, blob: Blob) -> Snapshot:
@@ -239,15 +245,15 @@ class CommitLoader:
         segment.describe(tuple(replace(one, key_map=two.key_map, changed=two.changed) for one, two in described))
 
     def _meta(self, segment: Segment) -> tuple[GroupMeta, ...]:
-        """Read the head of a segment's description."""
         name, blob = self._named(segment), segment.meta_blob
-        data = read_front(self._engine, blob, segment.head_bytes, segment.head_digest, name, self._uses)
+        with self._uses.using():
+            data = read_front(self._engine, blob, segment.head_bytes, segment.head_digest, name)
         self._counters.add(meta_bytes_read=data.size)
         meta = self._described(segment, data.tobytes())
         try:
             check_layouts([one.layout for one in meta], segment.groups)
         except ValueError as error:
-            raise CorruptStoreError(f"{name} does not match the store ({error}): {ADVICE}") from error
+            raise damaged(f"{name} does not match the store ({error})") from error
         return meta
 
     def _named(self, segment: Segment) -> str:
@@ -261,7 +267,7 @@ class CommitLoader:
                 with self._uses.using():
                     self._engine.read(ReadRequest(blob, segment.head_bytes + begin, out))
             except BlockReadError as error:
-                raise CorruptStoreError(f"{name} {error.seen}: {ADVICE}") from error
+                raise damaged(f"{name} {error.seen}") from error
             self._counters.add(meta_bytes_read=out.size)
 
         def arrays_of(places: dict[str, ArrayPlace], checksums: NDArray[np.uint32]) -> PagedArrays:
@@ -272,33 +278,30 @@ class CommitLoader:
         return meta_from_bytes(head, segment.id, name, arrays_of)
 
     def _blob(self, head: Head, name: str, engine: Engine) -> bytes:
-        data = read_blob(engine, head, name, self._uses)
+        with self._uses.using():
+            data = read_blob(engine, head, name)
         self._counters.add(meta_bytes_read=len(data))
         return data
 
 
-def read_blob(engine: Engine, head: Head, name: str, uses: UseCount | None = None) -> bytes:
+def read_blob(engine: Engine, head: Head, name: str) -> bytes:
     """Return a blob that must have a digest. Raises CorruptStoreError; ``name`` is its name in the message."""
-    return read_front(engine, Blob(head.name, head.size), head.size, head.digest, name, uses).tobytes()
+    return read_front(engine, Blob(head.name, head.size), head.size, head.digest, name).tobytes()
 
 
-def read_front(
-    engine: Engine, blob: Blob, num_bytes: int, sha256: str, name: str, uses: UseCount | None = None
-) -> NDArray[np.uint8]:
+def read_front(engine: Engine, blob: Blob, num_bytes: int, sha256: str, name: str) -> NDArray[np.uint8]:
     """Return the front of a blob, which must have a digest. Raises CorruptStoreError, naming the blob ``name``."""
     hashed = hashlib.sha256()
     try:
-        with nullcontext() if uses is None else uses.using():
-            data = memory_for(engine, blob, num_bytes)
+        data = memory_for(engine, blob, num_bytes)
         for start in range(0, num_bytes, READ_BYTES):
             part = data[start : start + READ_BYTES]
-            with nullcontext() if uses is None else uses.using():
-                engine.read(ReadRequest(blob, start, part))
+            engine.read(ReadRequest(blob, start, part))
             hashed.update(part.data)
     except BlockReadError as error:
-        raise CorruptStoreError(f"{name} {error.seen}: {ADVICE}") from error
+        raise damaged(f"{name} {error.seen}") from error
     if hashed.hexdigest() != sha256:
-        raise CorruptStoreError(f"{name} is not what was written: {ADVICE}")
+        raise damaged(f"{name} is not what was written")
     return data
 
 
@@ -328,10 +331,8 @@ def tables_at(engine: Engine, head: Head, label: str) -> tuple[Table, ...]:
         return record.tables
     name = f"{head.name} of {label}"
     values, _ = decode("tables", read_blob(engine, head, name), name)
-    try:
+    with parsing(name):
         return tables_of(values)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptStoreError(f"{name} cannot be read ({error}): {ADVICE}") from error
 
 
 def check_blobs(stored: Mapping[str, Stored], snapshots: Sequence[Snapshot], label: str) -> None:
@@ -348,7 +349,7 @@ def check_blobs(stored: Mapping[str, Stored], snapshots: Sequence[Snapshot], lab
             wrong = f"lacks its first {seen.dropped:,} bytes, but those from {need.first_byte:,} on are needed"
         else:
             continue
-        raise CorruptStoreError(f"{need.name} of {label} {wrong}: {ADVICE}")
+        raise damaged(f"{need.name} of {label} {wrong}")
 
 
 def kept_commits(ids: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
-from tiercache.store.store_errors import CorruptStoreError, StoreError, StoreFullError
+from tiercache.store.store_errors import StoreError, StoreFullError, damaged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -61,10 +61,10 @@ def reason(error: Exception) -> str:
 def unreadable(path: Path, error: OSError) -> StoreError:
     """Return the error for a file of the store that cannot be opened or read."""
     if isinstance(error, FileNotFoundError):
-        return CorruptStoreError(f"{path} is missing: restore the store from a copy")
+        return damaged(f"{path} is missing")
     if isinstance(error, PermissionError):
         return StoreError(f"{path} cannot be opened ({error}): grant this user read and write permission")
-    return CorruptStoreError(f"{path} cannot be read ({error}): restore the store from a copy")
+    return damaged(f"{path} cannot be read ({error})")
 
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

@@ -175,8 +175,7 @@ def verify(
     if child.returncode < 0:
         name = signal.Signals(-child.returncode).name
         report["problems"].append(
-            f"reading {path} ended with {name}, as happens if the file is truncated or damaged: "
-            "restore the store from a copy"
+            f"reading {path} ended with {name}, as happens if the file is truncated or damaged: {store_errors.ADVICE}"
         )
     elif child.returncode > 0:
         report["problems"].append(f"verification of {path} ended with status {child.returncode}: see its output")

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.store.bits import hash_keys
-from tiercache.store.commit_reader import ADVICE
 from tiercache.store.external_sort import ExternalSorter, flush_largest, rising
 from tiercache.store.reading import read_ahead
-from tiercache.store.store_errors import CorruptStoreError
+from tiercache.store.store_errors import ADVICE, CorruptStoreError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -244,7 +243,7 @@ class KeyInvariantChecker:
                 if not rising(hashes, last_hash if run == last_run else None):
                     self._note(
                         f"segment {segment.id} of {self._reader.label} has keys of table "
-                        f"{self._group.tables[place].name!r} that are not in hash order: restore the store from a copy",
+                        f"{self._group.tables[place].name!r} that are not in hash order: {ADVICE}",
                         self._commits_of(segment, index),
                     )
                 last_run, last_hash = run, int(hashes[-1])

@@ -26,6 +26,7 @@ from tiercache.store.store_errors import (
     StoreError,
     StoreMissingError,
     TableMismatchError,
+    damaged,
 )
 from tiercache.store.table import Table, group_tables
 
@@ -461,7 +462,7 @@ def _tables_of(engine: Engine, requested: tuple[Table, ...] | None, store: str, 
         return requested
     stored = _at_newest(engine, store, tables_at)
     if stored is None:
-        raise CorruptStoreError(f"{store} has no description of its contents: restore the store from a copy")
+        raise damaged(f"{store} has no description of its contents")
     if requested is not None:
         compare_tables(stored, requested, store)
     return stored

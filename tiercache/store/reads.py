@@ -19,7 +19,7 @@ from tiercache.store.lookup import check_keys, locate, lookup, missing_keys, rea
 from tiercache.store.reading import Pages
 from tiercache.store.scan import SCAN_BYTES, VersionReader, check_scan, output_row_bytes, runs_of, scan_segments
 from tiercache.store.sharding import Slice, TableSharding, hash_bounds
-from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, KeyMissingError
+from tiercache.store.store_errors import CommitMissingError, KeyMissingError, damaged
 from tiercache.store.table import table_named
 
 if TYPE_CHECKING:
@@ -314,10 +314,7 @@ class StoreReads:
             rows = min(keys.size for keys, _ in chunks)
             first = chunks[0][0][:rows]
             if len(chunks) < len(held) or any(not np.array_equal(keys[:rows], first) for keys, _ in chunks):
-                raise CorruptStoreError(
-                    f"the slices of table {table.name!r} of {self.label} have different keys: restore the store from a "
-                    "copy"
-                )
+                raise damaged(f"the slices of table {table.name!r} of {self.label} have different keys")
             found = [tuple(values[:rows] for values in fields) for _, fields in chunks]
             yield first, _columns(table, list(zip(slices, found, strict=True)), requested)
             held = [

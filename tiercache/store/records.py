@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import google_crc32c
 import numpy as np
 
-from tiercache.store.store_errors import CorruptStoreError
+from tiercache.store.store_errors import damaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -53,21 +53,21 @@ def encode(kind: str, values: Mapping[str, Any], arrays: Mapping[str, NDArray[An
 def decode(kind: str, data: bytes, name: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """Return (values, arrays) of a record of ``kind``. Raises CorruptStoreError; ``name`` is its name in messages."""
     if len(data) < 12 or data[:4] != _MAGIC:
-        raise _corrupt(name, f"is {len(data)} bytes that no store wrote")
+        raise damaged(f"{name} is {len(data)} bytes that no store wrote")
     body, (expected,) = data[:-4], struct.unpack("<I", data[-4:])
     seen = google_crc32c.value(body)
     if seen != expected:
-        raise _corrupt(name, f"has checksum {seen:08x}, but {expected:08x} was written")
+        raise damaged(f"{name} has checksum {seen:08x}, but {expected:08x} was written")
     (header_bytes,) = struct.unpack("<I", body[4:8])
     if header_bytes > len(body) - 8:
-        raise _corrupt(name, f"has a header of {header_bytes} bytes, but only {len(body) - 8} bytes follow")
+        raise damaged(f"{name} has a header of {header_bytes} bytes, but only {len(body) - 8} bytes follow")
     try:
         header = json.loads(body[8 : 8 + header_bytes], parse_constant=no_number)
         found, values, described = header["kind"], header["values"], header["arrays"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _corrupt(name, f"has a header that cannot be read ({error})") from error
+        raise damaged(f"{name} has a header that cannot be read ({error})") from error
     if found != kind or not isinstance(values, dict) or not isinstance(described, list):
-        raise _corrupt(name, f"is a record of {found!r}")
+        raise damaged(f"{name} is a record of {found!r}")
     arrays: dict[str, NDArray[Any]] = {}
     at = 8 + header_bytes
     for entry in described:
@@ -75,13 +75,13 @@ def decode(kind: str, data: bytes, name: str) -> tuple[dict[str, Any], dict[str,
             case [str() as array, "<u4" | "<i8" as dtype, int() as length] if 0 <= length <= len(body):
                 end = at + length * np.dtype(dtype).itemsize
             case _:
-                raise _corrupt(name, f"describes an array as {entry!r}")
+                raise damaged(f"{name} describes an array as {entry!r}")
         if end > len(body):
-            raise _corrupt(name, f"lists {length} numbers of {array!r} but ends before them")
+            raise damaged(f"{name} lists {length} numbers of {array!r} but ends before them")
         arrays[array] = np.frombuffer(body[at:end], dtype=dtype)
         at = end
     if at != len(body):
-        raise _corrupt(name, f"has {len(body) - at} extra bytes at its end")
+        raise damaged(f"{name} has {len(body) - at} extra bytes at its end")
     return values, arrays
 
 
@@ -135,10 +135,6 @@ def checked_retention(value: Any) -> int:
 def no_number(constant: str) -> Any:
     """Raise ValueError for NaN or an infinity, which Python's JSON accepts."""
     raise ValueError(f"{constant} is not a number")
-
-
-def _corrupt(name: str, seen: str) -> CorruptStoreError:
-    return CorruptStoreError(f"{name} {seen}: restore the store from a copy")
 
 
 def digest(data: bytes) -> str:
@@ -313,9 +309,8 @@ class PagedArrays:
             number = place.first_chunk + first + i
             seen, expected = checksum(chunk), int(self._checksums[number])
             if seen != expected:
-                raise CorruptStoreError(
-                    f"chunk {number} of {self._label} has checksum {seen:08x}, but {expected:08x} was written: "
-                    "restore the store from a copy"
+                raise damaged(
+                    f"chunk {number} of {self._label} has checksum {seen:08x}, but {expected:08x} was written"
                 )
             found[i] = chunk if high - low == 1 else chunk.copy()
             self._cache.put(self._blob, number, found[i])  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ from tiercache.store.layout import CHANGED_BYTES, KEY_BYTES, NEVER, Range
 from tiercache.store.row_codec import initial_rows, moved_blocks_of, row_words
 from tiercache.store.scan import scan_segments
 from tiercache.store.segment import base_layouts
-from tiercache.store.store_errors import CorruptStoreError, StoreError
+from tiercache.store.store_errors import StoreError, damaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -174,9 +174,9 @@ class Rewrite:
                 remaining -= keys.size
                 yield keys, words
         if remaining:
-            raise CorruptStoreError(
+            raise damaged(
                 f"group {order.group.index} of {self._reader.label} has {layout.rows - remaining:,} rows, but its "
-                f"commit says {layout.rows:,}: restore the store from a copy"
+                f"commit says {layout.rows:,}"
             )
 
     def _check_room(self, least: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ from tiercache.store.external_sort import ExternalSorter, SortedCursor, merged, 
 from tiercache.store.layout import CHANGED_BYTES
 from tiercache.store.reading import Pages
 from tiercache.store.row_codec import from_words, unpack
-from tiercache.store.store_errors import CorruptStoreError
+from tiercache.store.store_errors import damaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -128,12 +128,10 @@ def _newest(chunks: Iterator[Rows], stale: int, label: str, *, all_rows: bool) -
         last = np.append(keys[1:] != keys[:-1], True)
         remaining -= last.size - int(np.count_nonzero(last))
         if remaining < 0:
-            raise CorruptStoreError(f"a key of {label} has two live rows: restore the store from a copy")
+            raise damaged(f"a key of {label} has two live rows")
         yield keys[last], rows[last]
     if remaining and all_rows:
-        raise CorruptStoreError(
-            f"{label} has {remaining} fewer stale rows of {stale} than its commit says: restore the store from a copy"
-        )
+        raise damaged(f"{label} has {remaining} fewer stale rows of {stale} than its commit says")
 
 
 def _with_rows(chunks: Iterator[Rows], *, changed: bool) -> Iterator[Rows]:
@@ -151,7 +149,7 @@ def _checked(table: Table, label: str, as_words: bool, chunks: Iterator[Rows]) -
     for keys, rows in chunks:
         hashes = hash_keys(keys, table.table_id)
         if not rising(hashes, last):
-            raise CorruptStoreError(f"a key of {label} has two live rows: restore the store from a copy")
+            raise damaged(f"a key of {label} has two live rows")
         last = int(hashes[-1])
         ends = cuts if rows.shape[1] > cuts[-1] else cuts[:-1]
         fields = tuple(np.ascontiguousarray(part) for part in np.split(rows, ends, axis=1))
@@ -224,10 +222,7 @@ def _parts(run: SortedRun, table: Table, part_rows: int) -> Iterator[tuple[NDArr
         keys, rows = run.read(part_rows)
         hashes = hash_keys(keys, table.table_id)
         if not rising(hashes, last):
-            raise CorruptStoreError(
-                f"segment {run.segment.id} has keys of table {table.name!r} that are not in hash order: "
-                "restore the store from a copy"
-            )
+            raise damaged(f"segment {run.segment.id} has keys of table {table.name!r} that are not in hash order")
         last = int(hashes[-1])
         yield hashes, keys, rows
 

@@ -14,7 +14,7 @@ from tiercache.store.engines.engine import Blob, BlobRows
 from tiercache.store.key_map import KeyMap, map_entries
 from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEYS, NEVER, ROWS, Range, SegmentLayout, compressed_rows
 from tiercache.store.records import CHUNK_BYTES, decode, describe, encode, end_of, page_checksums, places_of, whole
-from tiercache.store.store_errors import CorruptBlockError, CorruptStoreError
+from tiercache.store.store_errors import ADVICE, CorruptBlockError, parsing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -146,7 +146,7 @@ def meta_from_bytes(
     Raises CorruptStoreError; ``name`` is its name in messages.
     """
     values, small = decode("segment", head, name)
-    try:
+    with parsing(name):
         if whole(values["id"], "id") != id_:
             raise ValueError(f"it is of segment {values['id']}")
         places = places_of(values["arrays"])
@@ -174,9 +174,7 @@ def meta_from_bytes(
                 )
             )  # fmt: skip
             found[-1].check()
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
-    return tuple(found)
+        return tuple(found)
 
 
 class Segment:
@@ -375,7 +373,7 @@ def corrupt_block(
     suffix = "" if expected is None else f", but {expected:08x} was written"
     return CorruptBlockError(
         f"block {block} of segment {segment.id} (pass {segment.pass_index}; tables {named}) of {store} {seen}{suffix}: "
-        "restore the store from a copy, or train again from the start",
+        f"{ADVICE}, or train again from the start",
         segment=segment.id,
         block=block,
         tables=tables,

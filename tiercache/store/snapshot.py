@@ -12,7 +12,7 @@ from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEY_BYTES, KEYS, ROWS
 from tiercache.store.live import Live
 from tiercache.store.row_codec import StoredTable
 from tiercache.store.segment import meta_name, rows_name
-from tiercache.store.store_errors import CorruptStoreError
+from tiercache.store.store_errors import damaged
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -144,9 +144,7 @@ class Snapshot:
         if segment.id not in self._checked:
             if not self.live.fits(row, segment):
                 at = "" if self.commit is None else f"commit {self.commit.id} "
-                raise CorruptStoreError(
-                    f"{at}lists other live rows of segment {segment.id} than it has: restore the store from a copy"
-                )
+                raise damaged(f"{at}lists other live rows of segment {segment.id} than it has")
             self._checked.add(segment.id)
         return row
 

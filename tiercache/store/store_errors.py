@@ -21,9 +21,12 @@ commit.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -129,3 +132,20 @@ class BlockReadError(CorruptStoreError):
     def __init__(self, seen: str) -> None:
         super().__init__(f"the block {seen}")
         self.seen = seen
+
+
+ADVICE = "restore the store from a copy"
+
+
+def damaged(seen: str) -> CorruptStoreError:
+    """Return the error of stored bytes that are not what was written."""
+    return CorruptStoreError(f"{seen}: {ADVICE}")
+
+
+@contextmanager
+def parsing(name: str) -> Iterator[None]:
+    """Raise CorruptStoreError in place of the errors of reading a record's values; ``name`` is its name in messages."""
+    try:
+        yield
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise damaged(f"{name} cannot be read ({error})") from error

@@ -17,13 +17,13 @@ import numpy as np
 
 from tiercache.store import key_invariants
 from tiercache.store.bits import hash_keys
-from tiercache.store.commit_reader import ADVICE, check_blobs
+from tiercache.store.commit_reader import check_blobs
 from tiercache.store.files import huge_pages
 from tiercache.store.opening import newest_record, store_path
 from tiercache.store.reading import Pages, read_ahead
 from tiercache.store.scan import runs_of
 from tiercache.store.store import Store
-from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError
+from tiercache.store.store_errors import ADVICE, CommitMissingError, CorruptStoreError, StoreError
 from tiercache.store.table import row_layout
 
 if TYPE_CHECKING:

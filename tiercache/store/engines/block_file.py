@@ -27,7 +27,7 @@ from tiercache.store.files import (
     read_cached,
     writing,
 )
-from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError
+from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError, damaged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -217,7 +217,7 @@ class BlockFile:
         try:
             self.space = ExtentAllocator(runs, self.size // PAGE_BYTES * PAGE_BYTES)
         except ValueError as error:
-            raise CorruptStoreError(f"blobs overlap in {self.path}: restore the store from a copy") from error
+            raise damaged(f"blobs overlap in {self.path}") from error
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -270,9 +270,7 @@ class BlockFile:
     def take(self, sizes: Sequence[int]) -> list[Extents]:
         """Allocate space for blobs of ``sizes``, for all of them or none. Raises StoreFullError and StoreError."""
         if self.space.end > self.size:
-            raise CorruptStoreError(
-                f"{self.path} ends at byte {self.size:,}, before the end of its blobs: restore the store from a copy"
-            )
+            raise damaged(f"{self.path} ends at byte {self.size:,}, before the end of its blobs")
         self._dirty = True
         num_bytes = sum(map(paged, sizes))
         runs = self.space.take(num_bytes)

@@ -13,7 +13,7 @@ import numpy as np
 
 from tiercache.store.files import PAGE_BYTES, paged
 from tiercache.store.records import checked_digest, decode, encode, whole
-from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError
+from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError, parsing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -180,14 +180,12 @@ class HeadRecord(NamedTuple):
     def from_bytes(cls, data: bytes, name: str) -> HeadRecord:
         """Read the bytes of ``to_bytes``. Raises CorruptStoreError; ``name`` is its name in messages."""
         values, head = decode("head", data, name)[0], None
-        try:
+        with parsing(name):
             number, blobs, checksums = (whole(values.get(key, 0), key) for key in ("number", "blobs", "checksums"))
             if "name" in values:
                 head = Head(str(values["name"]), whole(values["size"], "size"), checked_digest(values["digest"]))
             before = checked_digest(values["before"]) if values["before"] else ""
             return cls(number, head, before, blobs, checksums, str(values.get("writer", "")))
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
 
 
 def check_names(blobs: Sequence[Blob], names: Container[str], label: str) -> None:

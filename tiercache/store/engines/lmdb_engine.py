@@ -48,7 +48,7 @@ from tiercache.store.files import (
     writing,
 )
 from tiercache.store.locks import WriterLock
-from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError, StoreInUseError
+from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError, StoreInUseError, damaged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -244,7 +244,7 @@ class LmdbEngine:
         finally:  # not earlier: other threads ask for the newest head meanwhile
             self._unknown = is_unknown
         if shown != record:
-            raise CorruptStoreError(f"{self.path / DATA} does not have what was written: restore the store from a copy")
+            raise damaged(f"{self.path / DATA} does not have what was written")
         self._record = record
         self._changed.clear()
 
@@ -323,9 +323,7 @@ class LmdbEngine:
         """Write a HEAD before the first publish: the remains of a killed creation do not count."""
         blocks, data = self.path / BLOCKS, self.path / DATA
         if blocks.exists() and blocks.stat().st_size:
-            raise CorruptStoreError(
-                f"{self.path} has blobs but no {HEAD} with the newest commit: restore the store from a copy"
-            )
+            raise damaged(f"{self.path} has blobs but no {HEAD} with the newest commit")
         with writing(self.path):
             data.unlink(missing_ok=True)
             Slot(0, NOTHING).create(self.path)
@@ -422,5 +420,5 @@ class LmdbEngine:
             )
         with contextlib.suppress(AttributeError):
             if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.InvalidError):
-                return CorruptStoreError(f"{self.path / DATA} is damaged ({error}): restore the store from a copy")
+                return damaged(f"{self.path / DATA} is damaged ({error})")
         return StoreError(f"{self.path / DATA} cannot be used ({error}): fix that and open the store again")

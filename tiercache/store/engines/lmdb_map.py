@@ -19,7 +19,7 @@ import google_crc32c
 from tiercache.store.engines.block_file import Extents
 from tiercache.store.engines.engine import HeadRecord
 from tiercache.store.files import PAGE_BYTES, open_file, paged, read_at, replace_file, unreadable
-from tiercache.store.store_errors import BlockReadError, CorruptStoreError
+from tiercache.store.store_errors import BlockReadError, CorruptStoreError, damaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,7 +64,7 @@ class Slot(NamedTuple):
             raise unreadable(path, error) from error
         found = [slot for slot in map(cls._unpack, slots) if slot is not None]
         if not found:
-            raise CorruptStoreError(f"{path} is damaged (no part of it is intact): restore the store from a copy")
+            raise damaged(f"{path} is damaged (no part of it is intact)")
         return max(found)
 
     def create(self, folder: Path) -> None:
@@ -142,9 +142,7 @@ def _check_entry(name: str, entry: bytes) -> None:
             for low, count in runs
         ):
             return
-    raise CorruptStoreError(
-        f"the entry of blob {name[:99]!r} in {DATA} is not what was written: restore the store from a copy"
-    )
+    raise damaged(f"the entry of blob {name[:99]!r} in {DATA} is not what was written")
 
 
 # -- the head and the map --------------------------------------------------------------------------------
@@ -171,9 +169,9 @@ def read_map(folder: Path, label: str) -> tuple[Slot, HeadRecord | None, dict[st
         found = {value.key.decode(errors="replace"): file.read(value) for value in file.values()}
         found.pop(HEAD_KEY, None)
         if (len(found), sum(map(checksum_of, found.values()))) != (record.blobs, record.checksums):
-            raise CorruptStoreError(
-                f"the map in {file.path} has {len(found):,} blobs and is not the one with {record.blobs:,} that "
-                "was written: restore the store from a copy"
+            raise damaged(
+                f"the map in {file.path} has {len(found):,} blobs and is not the one with {record.blobs:,} that was "
+                "written"
             )
         for name, entry in found.items():
             _check_entry(name, entry)
@@ -230,14 +228,14 @@ def _look(folder: Path, look: Callable[[Slot, LmdbFile | None], T]) -> T:
 def _head(slot: Slot, file: LmdbFile, label: str) -> HeadRecord:
     value = file.find(HEAD_KEY.encode())
     if value is None:
-        raise CorruptStoreError(f"{file.path} has no head: restore the store from a copy")
+        raise damaged(f"{file.path} has no head")
     record = HeadRecord.from_bytes(file.read(value), f"the head of {label}")
     if record.head is None:
-        raise CorruptStoreError(f"the head of {label} names no commit: restore the store from a copy")
+        raise damaged(f"the head of {label} names no commit")
     if not slot.allows(record):
-        raise CorruptStoreError(
+        raise damaged(
             f"{file.path} is damaged: it shows publish {record.number}, {HEAD} names {slot.number}, and it is not what "
-            "was written: restore the store from a copy"
+            "was written"
         )
     return record
 
@@ -407,4 +405,4 @@ class LmdbFile:
         return Value(page.key(at), offset, size)
 
     def _corrupt(self, seen: str) -> CorruptStoreError:
-        return CorruptStoreError(f"{self.path} {seen}: restore the store from a copy")
+        return damaged(f"{self.path} {seen}")

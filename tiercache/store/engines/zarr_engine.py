@@ -25,7 +25,7 @@ from tiercache.store.engines.zarr_objects import CONCURRENCY, PROBES, ObjectNote
 from tiercache.store.files import ROOM_FOR_RECORDS, FolderNotes, check_room, writing
 from tiercache.store.locks import WriterLock
 from tiercache.store.records import digest
-from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError, StoreInUseError
+from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError, StoreInUseError, damaged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -303,7 +303,7 @@ class Heads:
         which a later success does not prove that nothing was lost."""
         self._own = self._newest()
         if not self._own.number and objects.names("commits"):
-            raise CorruptStoreError(f"the head of {self._label} is missing: restore the store from a copy")
+            raise damaged(f"the head of {self._label} is missing")
 
     @property
     def writes(self) -> bool:
@@ -317,10 +317,7 @@ class Heads:
         found = self._newest()
         if not self.writes:  # a writer may have withdrawn a head that it saw
             if found.number < self._own.number:
-                raise CorruptStoreError(
-                    f"{self._label} is at head {found.number}, but was at {self._own.number} before: "
-                    "restore the store from a copy"
-                )
+                raise damaged(f"{self._label} is at head {found.number}, but was at {self._own.number} before")
             self._own = found
         return found.head
 
@@ -446,17 +443,14 @@ class Heads:
                 if number and (data := self._objects.get(_key(number))) is not None:
                     found = HeadRecord.from_bytes(data, f"head {number} of {self._label}")
                     if found.number != number:
-                        raise CorruptStoreError(
-                            f"head {number} of {self._label} cannot be read (its number is {found.number}): "
-                            "restore the store from a copy"
-                        )
+                        raise damaged(f"head {number} of {self._label} cannot be read (its number is {found.number})")
                     return found
                 empty += not number
                 if empty == _EMPTY_LOOKS:
                     return HeadRecord(0, None)
         except OSError as error:
             raise self._objects.unreadable(f"the head of {self._label}", error) from error
-        raise CorruptStoreError(f"the head of {self._label} is missing: restore the store from a copy")
+        raise damaged(f"the head of {self._label} is missing")
 
     def _number(self) -> int:
         return max((int(name) for name in self._objects.names(HEADS) if name.isdecimal()), default=0)
