@@ -72,10 +72,7 @@ def alter(store: Store, tables: Iterable[Table]) -> Commit:
 
 
 def altered_sharding(sharding: ShardingPlan, before: Sequence[Table], tables: Sequence[Table]) -> ShardingPlan:
-    """Return the sharding of altered tables.
-
-    Rows stay where they are. A new table is ``row_wise``, and the last slice gets the new columns.
-    """
+    """Return the sharding: rows stay, a new table is ``row_wise``, and the last slice gets the new columns."""
     old_names, found = {table.name for table in before}, dict[str, TableSharding]()
     for table in tables:
         one = sharding.tables[table.name] if table.name in old_names else TableSharding("row_wise")
@@ -157,7 +154,6 @@ def altered_settings(commit: Commit, tables: Sequence[Table]) -> dict[str, Any]:
 
 
 def _check_rates(rates: Mapping[str, float], tables: Sequence[Table]) -> None:
-    """Raise ValueError if tables of one group have several learning rates."""
     for group in group_tables(tables):
         found = {rates[table.name]: table.name for table in group.tables}
         if len(found) > 1:

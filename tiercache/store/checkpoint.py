@@ -244,20 +244,14 @@ class CheckpointRecord:
             file.sample(sums, _SAMPLED_CHUNKS)
 
     def check_all(self) -> int:
-        """Read the whole tensor and compare every known chunk; the others are known from then on. Returns its bytes.
-
-        Raises CheckpointError.
-        """
+        """Read the whole tensor, compare known chunks, note the others; returns its bytes. Raises CheckpointError."""
         tensor, _ = _opened(self.start)
         for file, sums in zip(tensor.files, self.sums, strict=True):
             file.read_all(sums)
         return sum(file.size for file in tensor.files)
 
     def take(self, other: CheckpointRecord) -> None:
-        """Add what another record of the same tensor knows; ``save`` then writes it.
-
-        Raises CheckpointError if they differ.
-        """
+        """Add the chunks of another record of the tensor. Raises CheckpointError if they differ."""
         if other.identities is None:
             return
         if self.identities is None:
@@ -425,10 +419,7 @@ def initial_checkpoint_vectors(table: Table, keys: NDArray[np.int64]) -> Floats:
 
 
 def _opened(start: Checkpoint) -> tuple[CheckpointTensor, list[CheckpointRecord]]:
-    """Return a tensor, and the records that its reads are compared with.
-
-    It stays open while an open store has a table that starts from it.
-    """
+    """Return a tensor, open while an open store has a table that starts from it, and the records to compare with."""
     place = start.path, start
     with _LOCK:
         records, tensor = [*_RECORDS.get(place, ())], _OPEN.get(place)

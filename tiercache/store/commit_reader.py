@@ -56,10 +56,7 @@ class CommitReader:
 
     @classmethod
     def leased(cls, loader: CommitLoader, at: int | None = None) -> CommitReader:
-        """Take a lease of commit ``at``, by default the newest, if leases can be taken.
-
-        Raises CommitMissingError and CorruptStoreError.
-        """
+        """Lease commit ``at``, by default the newest, if leases can be taken. Raises CommitMissingError."""
         for _ in range(_TRIES):
             head, reader = loader.commits.newest(), None
             try:
@@ -153,7 +150,6 @@ class CommitReader:
 
 
 def _keeps(newest: CommitRecord | None, id_: int) -> bool:
-    """Return True if a commit is the newest one, or is kept by it."""
     return newest is not None and (newest.id == id_ or any(one.id == id_ for one in newest.kept))
 
 
@@ -168,10 +164,7 @@ class CommitLoader:
         self, engine: Engine, groups: Sequence[Group], label: str, counters: Counters, uses: UseCount,
         *, rank: int = 0, commits: Engine | None = None,
     ) -> None:  # fmt: skip
-        """``engine`` has the blobs of ``rank``; ``commits`` has those of commits, None for the same engine.
-
-        ``groups`` is used by a snapshot without a commit.
-        """
+        """``commits`` has the blobs of commits (None: ``engine``). ``groups``: for a snapshot without a commit."""
         self._engine, self.groups, self.label, self._counters, self._uses = engine, groups, label, counters, uses
         self.rank, self.commits = rank, engine if commits is None else commits
         self._segments: weakref.WeakValueDictionary[tuple[str, str], Segment] = weakref.WeakValueDictionary()
@@ -315,10 +308,7 @@ def memory_for(engine: Engine, blob: Blob, num_bytes: int) -> NDArray[np.uint8]:
 
 
 def record_at(engine: Engine, head: Head, label: str) -> CommitRecord | None:
-    """Return an engine's current commit, without the ranks' lists; None before the first one.
-
-    Raises CorruptStoreError.
-    """
+    """Return the commit at a head, without the ranks' lists; None before the first. Raises CorruptStoreError."""
     if before_commits(head):
         return None
     name = f"{head.name} of {label}"

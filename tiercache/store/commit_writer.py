@@ -13,7 +13,7 @@ import numpy as np
 
 from tiercache.store.commit import Commit, CommitRecord, Kept, RankList, State, before_commits, check_readable, head_of
 from tiercache.store.commit_reader import check_blobs, kept_commits
-from tiercache.store.engines.engine import Blob, Publisher
+from tiercache.store.engines.engine import Blob
 from tiercache.store.live import Live
 from tiercache.store.locks import leased_commits
 from tiercache.store.segment import Segment, base_pass
@@ -57,10 +57,7 @@ class CommitWriter:
     def __init__(
         self, engine: Engine, loader: CommitLoader, tables: Sequence[Table], counters: Counters, retention: int | None
     ) -> None:
-        """Open at the newest commit and free unneeded blobs; ``retention`` None: as before.
-
-        Raises CorruptStoreError, and changes nothing, if a blob that a commit needs is missing.
-        """
+        """Open at the newest commit, free unneeded blobs. Raises CorruptStoreError if one lacks, before any change."""
         self._engine, self._loader, self._tables, self._counters = engine, loader, tuple(tables), counters
         self._groups, self._label, self.rank = loader.groups, loader.label, loader.rank
         self._lock = threading.RLock()
@@ -68,7 +65,9 @@ class CommitWriter:
         self._snapshot_lock = threading.Lock()
         """Held briefly, while ``snapshot`` or the pins change."""
         self._holds: Counter[Snapshot] = Counter()
-        self._publisher = Publisher(engine, self._label)
+        self._head = engine.newest()
+        self.is_known = True
+        """False if a head may or may not be durable: nothing is written or dropped after that."""
         self.history = History(self._opened_at())
         """The commits that are kept."""
         kept = self.history.snapshots or (Snapshot(None, self._groups),)
@@ -89,8 +88,8 @@ class CommitWriter:
         """True if the retention does not count: commits keep the newest and those that are pinned."""
         self._allocated = Needed.of([*self.history.snapshots, *self._given_up, *self._holds])
         needed = {need.name: need.first_byte for need in self._allocated.blobs()}
-        if (head := self._publisher.head) is not None:
-            needed.setdefault(head.name, 0)
+        if self._head is not None:
+            needed.setdefault(self._head.name, 0)
         first_bytes = {name: needed.get(name) for name in stored}
         engine.drop((name, at) for name, at in first_bytes.items() if at is None or at > stored[name].dropped)
 
@@ -106,10 +105,7 @@ class CommitWriter:
 
     @contextmanager
     def pinned(self, commit: int | None = None) -> Iterator[Snapshot]:
-        """Keep the blobs that the newest snapshot, or the given kept commit, needs until this ends; any thread.
-
-        Raises CommitMissingError.
-        """
+        """Keep the blobs of the newest snapshot, or of a kept commit, until this ends. Raises CommitMissingError."""
         with self._snapshot_lock:
             snapshot = self.snapshot if commit is None else self.find(commit)
             self._holds[snapshot] += 1
@@ -128,8 +124,6 @@ class CommitWriter:
         ids = [snapshot.id for snapshot in self.history.snapshots]
         raise CommitMissingError(f"{self._label} has no commit {commit}: {kept_commits(ids)}")
 
-    # -- segments ----------------------------------------------------------------------------------------
-
     def append(
         self,
         pass_index: int,
@@ -143,10 +137,7 @@ class CommitWriter:
         rewritten: bool = False,
         tombstone: bool = False,
     ) -> Segment:
-        """Write a segment that no commit names yet; see `SegmentWriter` for ``moved``.
-
-        ``rewritten``: it replaces others, in the groups of the tables as they are now.
-        """
+        """Write a segment that no commit names yet. ``rewritten``: it replaces others, in the groups of now."""
         now = self.snapshot
         groups = now.next_groups if rewritten else tombstone_groups(now.groups) if tombstone else now.groups
         check_layouts(layouts, groups)
@@ -182,8 +173,6 @@ class CommitWriter:
                 self.snapshot = Snapshot(self.snapshot.commit, self._groups)
             self._rewritten = Snapshot(None, self._groups)
             self._free()
-
-    # -- commits -----------------------------------------------------------------------------------------
 
     def publish(
         self, cursor: Cursor, *, state: bytes, schedule_digest: str, settings: Mapping[str, Any],
@@ -301,8 +290,6 @@ class CommitWriter:
             commit = self._like(self.snapshot.commit, **changes)
             return self._advance(commit)
 
-    # -- inside ------------------------------------------------------------------------------------------
-
     def _name(self, folder: str, word: str) -> str:
         """Return a unique name for a blob of this writer: no other writer uses it."""
         return f"{folder}/{word}-{self._engine.epoch}" if self._engine.epoch else f"{folder}/{word}"
@@ -347,7 +334,7 @@ class CommitWriter:
         ``appended``: segments that wait for the next one.
         """
         kept = self._kept(self.history.snapshots, commit) if kept is None else kept
-        self._publisher.check_known()
+        self._check_known()
         commit, own, blobs = self._own_blobs(commit, state)
         commit, of_commit = self._recorded(replace(commit, ranks=(own,)), kept)
         after = (*kept, Snapshot(commit, self._groups, appended))
@@ -374,11 +361,8 @@ class CommitWriter:
 
     def _recorded(self, commit: Commit, kept: Sequence[Snapshot]) -> tuple[Commit, Put]:
         """Return a commit that keeps older ones, and its own blob."""
-        before = self._publisher.head
-        commit = replace(
-            commit, parent="" if before is None else before.digest,
-            kept=tuple(Kept(one.id, head_of_commit(one)) for one in kept),
-        )  # fmt: skip
+        parent = "" if self._head is None else self._head.digest
+        commit = replace(commit, parent=parent, kept=tuple(Kept(one.id, head_of_commit(one)) for one in kept))
         commit_bytes = commit.to_bytes()
         check_readable(commit.id, partial(CommitRecord.from_bytes, commit_bytes))
         head = head_of(self._name("commits", str(commit.id)), commit_bytes)
@@ -392,7 +376,7 @@ class CommitWriter:
             try:
                 publish()
             except BaseException:
-                if self.snapshot.commit is not commit and self._publisher.is_known:
+                if self.snapshot.commit is not commit and self.is_known:
                     with suppress(StoreError):
                         self._engine.drop((blob.name, None) for blob, _ in blobs)
                 raise
@@ -404,14 +388,35 @@ class CommitWriter:
         self._counters.add(state_bytes_written=state_bytes, meta_bytes_written=meta_bytes)
 
     def _publish(self, after: Sequence[Snapshot]) -> None:
-        """Make the newest commit of ``after`` the engine's head."""
-        self._publisher.publish(head_of_commit(after[-1]), partial(self._stand_at, after))
+        """Make the newest commit of ``after`` the engine's head, and the newest here if that is durable."""
+        head, before, done = head_of_commit(after[-1]), self._head, False
+        try:
+            self._engine.publish(head, before)
+            done = True
+        finally:
+            # An error or an interrupt may leave all of it durable, or nothing.
+            if done or self._is_durable(head, before):
+                self._head = head
+                self._stand_at(after, before)
+
+    def _is_durable(self, head: Head, before: Head | None) -> bool:
+        """Return True if the engine is at ``head`` although it raised, False if it is still at ``before``."""
+        try:
+            found = self._engine.newest()
+        except StoreError:
+            found = None
+        self.is_known = found is not None and found in (head, before)
+        return found == head and self.is_known
+
+    def _check_known(self) -> None:
+        """Raise StoreError if the engine's head is unknown: only opening the store again resolves that."""
+        if not self.is_known:
+            raise StoreError(
+                f"a commit of {self._label} failed and may or may not exist: close the store and open it again"
+            )
 
     def _stand_at(self, after: Sequence[Snapshot], before: Head | None) -> None:
-        """Make the last of ``after``, which is durable, the newest commit; ``before`` is the engine's previous head.
-
-        Commits that are not in ``after`` are dropped.
-        """
+        """Make the last of ``after``, which is durable, the newest commit, and drop commits that are not among them."""
         kept, newest = {snapshot.id for snapshot in after}, after[-1]
         self._given_up += [one for one in self.history.snapshots if one.id not in kept]
         self._allocated = Needed.of([newest], also=self._allocated)
@@ -440,7 +445,7 @@ class CommitWriter:
 
     def _free(self, *, shrink: bool = False) -> None:
         """Free unneeded blobs. A reader may have leased a commit until it was durably dropped."""
-        self._publisher.check_known()
+        self._check_known()
         leased = self.leased_now() if self._given_up else set()
         self._given_up = [snapshot for snapshot in self._given_up if snapshot.id in leased]
         needed = Needed.of(self._needing())

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tiercache.store.reading import BlockReader
     from tiercache.store.segment import Segment
     from tiercache.store.snapshot import Snapshot
-    from tiercache.store.table import Group, Table
+    from tiercache.store.table import Group
 
 
 MOST_RETAINED = 256
@@ -95,10 +95,7 @@ class CompactionPlan:
         self._retained_ids = frozenset[int]()
 
     def sort(self, *, overlay: bool = False) -> None:
-        """Read all keys and decide. Raises StoreFullError and CorruptStoreError.
-
-        ``overlay``: rows appended since the newest commit hide older ones, and no segment moves.
-        """
+        """Read all keys and decide. ``overlay``: appended rows hide older ones, and no segment moves."""
         for rows in self._groups:
             rows.is_rewritten = not overlay
             rows.sort(self._uses, self._progress)
@@ -171,65 +168,55 @@ class _GroupRows:
     def sort(self, uses: FirstUses, progress: Callable[[str, int], None]) -> None:
         """Mark every row."""
         with ThreadPoolExecutor(KEY_THREADS) as readers:
-            for sweep in _sweeps(self.live_ST.sum(axis=0).tolist()):
-                if isinstance(sweep, range):
-                    self._sort_tables(sweep, uses, progress, readers)
-                else:
-                    self._sort_slices(*sweep, uses, progress, readers)
+            for places, count in _sweeps(self.live_ST.sum(axis=0).tolist()):
+                self._sort_sweep(places, count, uses, progress, readers)
         self.marks.flush()
 
-    def _sort_tables(
-        self, places: range, uses: FirstUses, progress: Callable[[str, int], None], readers: ThreadPoolExecutor
-    ) -> None:
-        """Mark the rows of whole tables, whose keys are read together: a key page may hold keys of several."""
-        reader, snapshot = self._reader, self._snapshot
-        with ExitStack() as stack:
-            sorters = {place: stack.enter_context(self._sorter(place)) for place in places}
-            codes = stack.enter_context(self._codes())
-            every = dict.fromkeys(places, None)
-            for segment, place, keys, rows in live_keys(
-                reader, snapshot, snapshot.segments, self.group, every, readers, after=-1
-            ):
-                hashes = hash_keys(keys, self.group.tables[place].table_id)
-                sorters[place].add(hashes, self.first_number(segment) + rows)
-                flush_largest(sorters.values())
-                progress("sort", keys.size)
-            for place, sorter in sorters.items():
-                table = self.group.tables[place]
-                schedule = SortedCursor(hashed(table, uses.slices(table.name)), np.int64, np.int64)
-                self._join(place, SortedCursor(sorter.sorted(), np.int64), schedule, codes)
-                sorter.close()
-            self._set(codes)
-
-    def _sort_slices(
-        self, place: int, count: int, uses: FirstUses, progress: Callable[[str, int], None], readers: ThreadPoolExecutor
-    ) -> None:
-        """Mark the rows of one table, one ``count``-th of all hashes at a time."""
-        table = self.group.tables[place]
-        schedule = SortedCursor(hashed(table, uses.slices(table.name)), np.int64, np.int64)
-        for hashes in hash_slices(count):
-            with self._sorter(place) as sorter, self._codes() as codes:
-                for segment, keys, rows in self._keys_in(table, hashes, readers):
-                    sorter.add(hash_keys(keys, table.table_id), self.first_number(segment) + rows)
+    def _sort_sweep(
+        self, places: range, count: int, uses: FirstUses, progress: Callable[[str, int], None],
+        readers: ThreadPoolExecutor,
+    ) -> None:  # fmt: skip
+        """Mark the rows of tables, one ``count``-th of all hashes at a time."""
+        schedules: dict[int, SortedCursor] = {}
+        for hashes in hash_slices(count) if count > 1 else [None]:
+            with ExitStack() as stack:
+                sorters = {place: stack.enter_context(self._sorter(place)) for place in places}
+                codes = stack.enter_context(self._sorter())
+                for segment, place, keys, rows in self._keys(places, hashes, readers):
+                    table_id = self.group.tables[place].table_id
+                    sorters[place].add(hash_keys(keys, table_id), self.first_number(segment) + rows)
+                    flush_largest(sorters.values())
                     progress("sort", keys.size)
-                of_slice = SortedCursor(below(schedule, hashes[1]), np.int64, np.int64)
-                self._join(place, SortedCursor(sorter.sorted(), np.int64), of_slice, codes)
-                sorter.close()
-                self._set(codes)
+                for place, sorter in sorters.items():
+                    schedule = schedules.get(place) or self._schedule(place, uses)
+                    if hashes is not None:
+                        schedules[place] = schedule
+                        schedule = SortedCursor(below(schedule, hashes[1]), np.int64, np.int64)
+                    self._join(place, SortedCursor(sorter.sorted(), np.int64), schedule, codes)
+                    sorter.close()
+                for (found,) in codes.sorted():
+                    self.marks.set(found >> self._code_shift)
 
-    def _keys_in(
-        self, table: Table, hashes: tuple[int, int], readers: ThreadPoolExecutor
-    ) -> Iterator[tuple[Segment, NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield (segment, keys, rows) of the live rows of a table whose hashes are in a range, by segment and row."""
-        group, reader = self.group, self._reader
+    def _schedule(self, place: int, uses: FirstUses) -> SortedCursor:
+        table = self.group.tables[place]
+        return SortedCursor(hashed(table, uses.slices(table.name)), np.int64, np.int64)
 
-        def parts() -> Iterator[tuple[Segment, int, int, int]]:
-            for run in runs_of(reader, self._snapshot, self._snapshot.segments, group, table, hashes=hashes):
-                for _, low, high in run.blocks():
-                    yield run.segment, group.index, low, high
+    def _keys(
+        self, places: range, hashes: tuple[int, int] | None, readers: ThreadPoolExecutor
+    ) -> Iterator[tuple[Segment, int, NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield (segment, index of the table, keys, rows) of live rows, each table's by segment and row.
 
-        for (segment, _, low, high), keys in read_ahead(readers, reader.keys_between, parts(), most=2 * KEY_THREADS):
-            yield segment, keys, np.arange(low, high)
+        Tables are read together, since a key page may hold keys of several; with ``hashes`` there is only one.
+        """
+        group, reader, snapshot = self.group, self._reader, self._snapshot
+        if hashes is None:
+            every = dict.fromkeys(places, None)
+            yield from live_keys(reader, snapshot, snapshot.segments, group, every, readers, after=-1)
+            return
+        runs = runs_of(reader, snapshot, snapshot.segments, group, group.tables[places[0]], hashes=hashes)
+        parts = ((run.segment, group.index, low, high) for run in runs for _, low, high in run.blocks())
+        for (segment, _, low, high), keys in read_ahead(readers, reader.keys_between, parts, most=2 * KEY_THREADS):
+            yield segment, places[0], keys, np.arange(low, high)
 
     def _join(self, place: int, stored: SortedCursor, schedule: SortedCursor, codes: ExternalSorter) -> None:
         """Compute the marks of one table's rows. ``stored`` yields row numbers by hash, then by age."""
@@ -254,18 +241,13 @@ class _GroupRows:
         self.forgotten_S[segments[once & ~newest]] = True
         return newest
 
-    def _set(self, codes: ExternalSorter) -> None:
-        """Write the marks in the order of rows."""
-        for (found,) in codes.sorted():
-            self.marks.set(found >> self._code_shift)
-
-    def _sorter(self, place: int) -> ExternalSorter:
-        what = f"sorting the keys of table {self.group.tables[place].name!r}"
-        copies, memory = max(2, len(self._snapshot.segments)), COMPACTION_BYTES * 3 // 4
-        return ExternalSorter(["<i8"], self._reader.scratch, what, memory, self._reader.counters, copies=copies)
-
-    def _codes(self) -> ExternalSorter:
-        return ExternalSorter([], self._reader.scratch, _WHAT, COMPACTION_BYTES // 4, self._reader.counters)
+    def _sorter(self, place: int | None = None) -> ExternalSorter:
+        """Return a sorter of the row numbers of one table's keys or, for None, of all marks."""
+        reader = self._reader
+        if place is None:
+            return ExternalSorter([], reader.scratch, _WHAT, COMPACTION_BYTES // 4, reader.counters)
+        what, copies = f"sorting the keys of table {self.group.tables[place].name!r}", max(2, self._starts_S.size - 1)
+        return ExternalSorter(["<i8"], reader.scratch, what, COMPACTION_BYTES * 3 // 4, reader.counters, copies=copies)
 
     @property
     def _code_shift(self) -> np.uint64:
@@ -277,20 +259,17 @@ class _GroupRows:
         return int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
 
 
-def _sweeps(rows_T: Sequence[int]) -> Iterator[range | tuple[int, int]]:
-    """Cut the tables of a group, with ``rows_T`` live rows, into sweeps that are sorted one at a time.
-
-    Yields neighboring tables, or a table that is too large and its number of hash slices.
-    """
+def _sweeps(rows_T: Sequence[int]) -> Iterator[tuple[range, int]]:
+    """Yield neighboring tables that are sorted together, and in how many slices: several for a large table alone."""
     most, first, total = _sweep_rows(sum(rows_T)), 0, 0
     for place, rows in enumerate([*rows_T, most]):
         total += rows
         if total > most or place == len(rows_T):
             if first < place:
-                yield range(first, place)
+                yield range(first, place), 1
             first, total = place, rows
         if rows > most:
-            yield place, -(-rows // most)
+            yield range(place, place + 1), -(-rows // most)
             first, total = place + 1, 0
 
 

@@ -85,10 +85,7 @@ class RangeReader:
     def read_many(
         self, path: str, start_R: NDArray[np.int64], stop_R: NDArray[np.int64], size: int
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Return memory with the bytes [start, stop) of each range of a file, and the place (R,) of each in it.
-
-        The ranges are in ascending order; so are the places. Reads REQUESTS of them at a time.
-        """
+        """Return memory with the bytes [start, stop) of each ascending range of a file, and the place (R,) of each."""
         direct = bool((stop_R - start_R >= DIRECT_BYTES).any())
         low_R = start_R - start_R % PAGE_BYTES if direct else start_R
         room_R = -(-(stop_R - low_R) // PAGE_BYTES) * PAGE_BYTES if direct else stop_R - low_R
@@ -134,10 +131,7 @@ class _File(NamedTuple):
     """True if it is read past the page cache."""
 
     def read(self, low: int, stop: int, memory: NDArray[np.uint8]) -> None:
-        """Fill memory with bytes from ``low`` on, [low, stop) at least; past the page cache with whole pages.
-
-        Raises BlockReadError.
-        """
+        """Fill memory with the bytes [low, stop), past the page cache with whole pages. Raises BlockReadError."""
         try:
             done = read_direct(self.handle, [memory.data], low) if self.is_direct else 0
             if done < stop - low:
@@ -147,7 +141,7 @@ class _File(NamedTuple):
                 if (done := read_cached(self.handle, memory[: stop - low].data, low, done)) < stop - low:
                     raise BlockReadError(f"is truncated: {self.path} ends at byte {low + done:,}")
         except OSError as error:
-            raise _unreadable(self.path, error) from error
+            raise unread(self.path, error) from error
 
 
 @contextmanager
@@ -156,15 +150,13 @@ def _opened(path: str, size: int, *, direct: bool) -> Iterator[_File]:
     try:
         past_cache = open_direct(path, os.O_RDONLY) if direct else None
         handle = os.open(path, READ_FLAGS) if past_cache is None else past_cache
-    except FileNotFoundError:
-        raise BlockReadError(f"is missing: {path} does not exist") from None
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unread(path, error) from error
     try:
         try:
             seen = file_bytes(handle)
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise unread(path, error) from error
         if seen != size and size >= 0:
             raise BlockReadError(f"is incomplete: {path} has {seen:,} of {size:,} bytes")
         if past_cache is None:
@@ -180,7 +172,10 @@ def _read_nothing_ahead(handle: int) -> None:
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_RANDOM)
 
 
-def _unreadable(path: str, error: OSError) -> BlockReadError:
+def unread(path: str, error: OSError) -> BlockReadError:
+    """Return the error of a file that could not be read."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return BlockReadError(f"is missing: {path} does not exist")
     return BlockReadError(f"cannot be read: {path} raises an error ({error})")
 
 
@@ -249,10 +244,7 @@ class _PagedRange:
         """Whole pages to fill in turn."""
 
     def finish(self, handle: int, result: int) -> int:
-        """Return the bytes read of the range. Raises OSError.
-
-        ``result``: the bytes read of its pages, or an error's negative number.
-        """
+        """Return the bytes read of the range, given those of its pages or a negative errno. Raises OSError."""
         if result == _TRY_AGAIN:
             result = read_direct(handle, [view.data for view in self.views], self.offset)
         if result < 0 and result != -errno.EINVAL:
@@ -275,8 +267,8 @@ class _Kernel:
         self._requests, self._events = np.zeros(DEPTH, _REQUEST), np.zeros(DEPTH, _EVENT)
         self._views = np.zeros((DEPTH, 3), _VIEW)
         self._requests["data"], self._requests["opcode"] = np.arange(DEPTH), _READ_VIEWS
-        self._requests["views"] = _address(self._views) + np.arange(DEPTH) * 3 * _VIEW.itemsize
-        self._pointers = _address(self._requests) + np.arange(DEPTH) * _REQUEST.itemsize
+        self._requests["views"] = address_of(self._views) + np.arange(DEPTH) * 3 * _VIEW.itemsize
+        self._pointers = address_of(self._requests) + np.arange(DEPTH) * _REQUEST.itemsize
 
     @classmethod
     def open(cls) -> _Kernel | None:
@@ -304,15 +296,15 @@ class _Kernel:
         requests["offset"] = [one.offset for one in reads]
         requests["num_views"] = [len(one.views) for one in reads]
         for number, one in enumerate(reads):
-            self._views[number, : len(one.views)] = [(_address(view), view.size) for view in one.views]
+            self._views[number, : len(one.views)] = [(address_of(view), view.size) for view in one.views]
         results, begun, ended = [_TRY_AGAIN] * len(reads), 0, 0
         while begun < len(reads):
-            count = self._made(self._numbers.submit, len(reads) - begun, _address(self._pointers) + 8 * begun)
+            count = self._made(self._numbers.submit, len(reads) - begun, address_of(self._pointers) + 8 * begun)
             if count <= 0:
                 break  # the others are read one by one
             begun += count
         while ended < begun:
-            count = self._made(self._numbers.events, begun - ended, begun - ended, _address(self._events), 0)
+            count = self._made(self._numbers.events, begun - ended, begun - ended, address_of(self._events), 0)
             if count < 0 and count != -errno.EINTR:
                 raise OSError(-count, "waiting for reads failed")
             for event in self._events[: max(0, count)]:
@@ -326,7 +318,8 @@ class _Kernel:
         return -ctypes.get_errno() if found < 0 else found
 
 
-def _address(array: NDArray[np.generic]) -> int:
+def address_of(array: NDArray[np.generic]) -> int:
+    """Return the address of an array's first byte."""
     return int(array.__array_interface__["data"][0])  # takes a third of the time of array.ctypes
 
 
@@ -343,10 +336,7 @@ class WriteQueue:
     """Writes pages from one thread at a time; all are in the file after ``flush``, in any order."""
 
     def __init__(self, write: Write, is_read: Callable[[], bool]) -> None:
-        """``write`` is called by two threads at once; its errors are raised by ``put``, ``copy`` or ``flush``.
-
-        ``is_read`` tells whether the file is being read.
-        """
+        """``write`` is called by two threads at once; its errors are raised by ``put``, ``copy`` or ``flush``."""
         self._write, self._is_read = write, is_read
         self._runs: list[Run] = []
         """The runs to write next."""
@@ -358,15 +348,11 @@ class WriteQueue:
         self._under_way: deque[Future[None]] = deque()
         self._threads: ThreadPoolExecutor | None = None
 
-    def put(self, view: memoryview, offset: int) -> None:
-        """Queue whole pages for writing at a page, merged with those before them in the file; they must not change."""
-        self._add(view, offset)
-
     def copy(self, data: memoryview, offset: int) -> None:
         """Queue copies of bytes for writing at a page, zeros up to the end of their last page after them."""
         while len(data):
             count = min(len(data), _GATHER_BYTES)
-            self._add(data[:count], offset, copied=paged(count))
+            self.put(data[:count], offset, copied=paged(count))
             data, offset = data[count:], offset + count
 
     def flush(self) -> None:
@@ -393,10 +379,11 @@ class WriteQueue:
             self._threads.shutdown()
         self._buffers = []
 
-    # -- inside ------------------------------------------------------------------------------------------
+    def put(self, view: memoryview, offset: int, *, copied: int = 0) -> None:
+        """Queue whole pages for writing at a page, merged with those before them in the file; they must not change.
 
-    def _add(self, view: memoryview, offset: int, *, copied: int = 0) -> None:
-        """Add bytes, or a copy of ``copied`` bytes and zeros, to the next request; sends a full one first."""
+        ``copied``: queue a copy of the bytes and zeros, of this size in all. A full request is written first.
+        """
         size = copied or len(view)
         full = self._bytes + size > REQUEST_BYTES or (offset != self._end and self._bytes >= _RUNS_BYTES)
         if full or self._copied + copied > _GATHER_BYTES:
@@ -441,7 +428,6 @@ class WriteQueue:
             self._under_way.popleft()
 
     def _make(self, request: Future[None], runs: list[Run]) -> None:
-        """Write a request, unless it was canceled."""
         if not request.set_running_or_notify_cancel():
             return
         try:

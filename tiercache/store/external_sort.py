@@ -134,13 +134,11 @@ class ExternalSorter:
             yield from self._sort(records, chunk_rows)
 
     def _take(self) -> NDArray[np.void]:
-        """Return the waiting rows and forget them."""
         records = self._buffer[: self._buffered_rows]
         self._buffer, self._buffered_rows = self._buffer[:0].copy(), 0
         return records
 
     def _write(self) -> None:
-        """Move waiting rows to the file."""
         if self._buffered_rows:
             self._batches.append(self._cut(self._buffer[: self._buffered_rows], 0))
         self._buffered_rows = 0

@@ -43,10 +43,7 @@ def local_path(path: str | os.PathLike[str], what: str, instead: str = "pass a l
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Return True for a URL; a local folder of that name must be given as ``./`` or by its absolute path.
-
-    Raises TypeError for bytes.
-    """
+    """Return True for a URL; a local folder of that name must begin with ``./``. Raises TypeError for bytes."""
     text: str | bytes = os.fspath(path)
     if isinstance(text, bytes):
         raise TypeError(f"the path {text!r} is bytes: pass a str or a Path, such as os.fsdecode(path)")
@@ -180,10 +177,7 @@ HUGE_BYTES = 2 << 20
 
 
 def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
-    """Return whole pages of zeros with at least ``num_bytes`` bytes, in huge pages where the system has them.
-
-    Memory is allocated on first touch.
-    """
+    """Return whole pages with at least ``num_bytes`` zeros, in huge pages if possible, allocated on first touch."""
     size = max(mmap.PAGESIZE, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
     if size < HUGE_BYTES // 8 or not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.frombuffer(mmap.mmap(-1, size), np.uint8)
@@ -195,10 +189,7 @@ def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def replace_file(path: Path, data: bytes, *, suffix: str = ".tmp", mode: int = 0o666) -> None:
-    """Replace ``path`` by ``data`` in one step; both are on disk on return. A crash may leave the name + ``suffix``.
-
-    ``mode`` is the file mode before the process's umask.
-    """
+    """Replace ``path`` by ``data`` in one step, durably. A crash may leave the name + ``suffix``."""
     temporary = path.with_name(path.name + suffix)
     temporary.unlink(missing_ok=True)  # opening a FIFO would wait forever
     with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -215,10 +206,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def sync(path: str | Path, *, data_only: bool = False) -> None:
-    """Return when a file's content, or a folder's names, are on disk. Raises OSError.
-
-    ``data_only``: without the file's times, which are not needed after an overwrite in place.
-    """
+    """Return when a file's content (``data_only``: not its times) or a folder's names are on disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         (os.fdatasync if data_only else os.fsync)(handle)
@@ -292,10 +280,7 @@ def read_whole(path: str, last: int | None = None) -> bytes:
 
 
 def read_at(handle: int, size: int, offset: int) -> bytes:
-    """Return the bytes of an open file from ``offset`` on, fewer if it ends before. Raises OSError.
-
-    One read of Linux returns at most 2,147,479,552 bytes.
-    """
+    """Return the bytes of an open file from ``offset`` on, fewer at its end; one read of Linux is less than 2 GiB."""
     parts = []
     while size and (part := os.pread(handle, size, offset)):
         parts.append(part)
@@ -304,10 +289,7 @@ def read_at(handle: int, size: int, offset: int) -> bytes:
 
 
 def read_direct(handle: int, pages: Sequence[memoryview], offset: int) -> int:
-    """Read whole pages past the page cache; returns the bytes read, 0 if the file system cannot.
-
-    Raises OSError.
-    """
+    """Read whole pages past the page cache; returns their bytes, 0 if the file system cannot. Raises OSError."""
     try:
         return os.preadv(handle, pages, offset)
     except OSError as error:

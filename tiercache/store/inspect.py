@@ -116,10 +116,7 @@ def describe_commits(commits: Iterable[Commit]) -> list[dict[str, int]]:
 
 
 def file_bytes_of(path: str | os.PathLike[str]) -> int:
-    """Return the bytes that the file system allocates to all files below ``path``; holes do not count.
-
-    A writer may delete some during the call.
-    """
+    """Return the bytes that the file system allocates to all files below ``path``, without holes."""
     found, folders = 0, [os.fspath(path)]
     while folders:
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folders.pop()) as entries:
@@ -183,7 +180,6 @@ def verify(
 
 
 def _describe_ranks(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the result of ``info`` for an open store of several ranks."""
     commit = store.commit
     assert commit is not None, "it has a commit"
     assert commit.sharding is not None, "it has several ranks"
@@ -281,7 +277,6 @@ def differences(first: Store, second: Store, *, progress: Callable[[int, int], N
 
 
 def _cursor(store: Store, table: Table) -> SortedCursor:
-    """Return a cursor over the hashes, keys and rows of a table."""
     rows = ((keys, np.concatenate(fields, axis=1)) for keys, fields in store.scan(table.name))
     width = sum(field.width for field in table.fields)
     return SortedCursor(hashed(table, rows), np.int64, (np.float32, (width,)))

@@ -95,10 +95,7 @@ class KeyCounts:
                     self._lost_CT[c, table] += _missing(hashes[gone_N[ranges]], selected)
 
     def problems(self, unread: Collection[int]) -> Iterator[tuple[str, int]]:
-        """Yield each problem and its commit.
-
-        Problems that unread data may explain are not reported for the commits in ``unread``.
-        """
+        """Yield each problem and its commit, but none that unread data of that commit may explain."""
         over_CT = np.maximum(self._found_CTS - self._stated_CTS, 0).sum(axis=2) + self._twice_CT
         for i, table in enumerate(self._group.tables):
             name = f"table {table.name!r} of {self._label}"
@@ -129,10 +126,7 @@ class KeyCounts:
 
 
 def _before(commits: Sequence[Commit | None]) -> int | None:
-    """Return the index of the last commit's origin: the newest earlier one that was not dropped.
-
-    None if keys were forgotten since.
-    """
+    """Return the index of the newest commit before the last that was not dropped; None if keys were forgotten since."""
     *older, last = commits
     for c in reversed(range(len(older))):
         one = older[c]
@@ -219,7 +213,6 @@ class KeyInvariantChecker:
         return {sentence: list(commits) for sentence, commits in self._problems.items()}
 
     def _table_rows(self) -> list[int]:
-        """Return how many rows of each table are live at a commit."""
         counts = np.zeros(len(self._group.tables), np.int64)
         for segment in self._segments:
             layout, first = segment.layouts[self._group.index], min(self._first_ranges(segment.id))
@@ -227,7 +220,6 @@ class KeyInvariantChecker:
         return [int(count) for count in counts]
 
     def _first_ranges(self, segment_id: int) -> list[int]:
-        """Return the first live range of a segment at each commit that has it."""
         return [live[segment_id] for live in self._live if segment_id in live]
 
     def _sweep(self) -> Iterator[tuple[int, int, UInt64s, LastChanges]]:
@@ -276,7 +268,6 @@ class KeyInvariantChecker:
                     yield run, hash_keys(keys[selected], self._group.tables[run % num_tables].table_id), last_changes
 
     def _commits_of(self, segment: Segment, index: int) -> list[int]:
-        """Return the commits at which range ``index`` of a segment is live."""
         return [
             commit
             for commit, live in zip(self._commits, self._live, strict=True)
@@ -284,7 +275,6 @@ class KeyInvariantChecker:
         ]
 
     def _read(self, segment: Segment, block: int) -> tuple[NDArray[np.int64] | None, LastChanges, list[str]]:
-        """Return keys and last changes of a block, and the problems of either."""
         group, problems = self._group.index, list[str]()
         keys: NDArray[np.int64] | None = None
         changed: LastChanges = min(self._firsts.get(segment.id, 0), _MOST_CHANGED)

@@ -142,10 +142,7 @@ class KeyMap:
 
     @classmethod
     def of(cls, layout: SegmentLayout, lows: NDArray[np.uint32], entries_of: Entries) -> KeyMap | None:
-        """Return the map of a layout; None if a bucket has more than 255 keys: their hashes are too similar.
-
-        ``lows`` (N,) are the last 32 bits of the hashes of its rows.
-        """
+        """Return the map of a layout, given ``lows`` of its rows; None if a bucket has more than 255 keys."""
         bucket_bits, range_bits, entry_bytes = _sizes(layout)
         print_bits = _print_bits(bucket_bits, range_bits, entry_bytes)
         counts, entries = entries_of(lows, layout.first_row_R, bucket_bits, print_bits, range_bits, entry_bytes)

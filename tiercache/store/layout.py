@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from tiercache.store.files import paged
 from tiercache.store.records import whole
 
 if TYPE_CHECKING:
@@ -344,10 +345,7 @@ class SegmentLayout:
 
     @classmethod
     def from_record(cls, values: Any, arrays: Mapping[str, NDArray[Any]], *, most_pages: int) -> SegmentLayout:
-        """Build the layout that ``to_record`` wrote; ``most_pages`` bounds its size.
-
-        Raises ValueError for anything else.
-        """
+        """Build a layout from its record; ``most_pages`` bounds its size. Raises ValueError for anything else."""
         row_bytes, page_rows, block_bytes, tables = (
             whole(values.get(name) if isinstance(values, dict) else None, name)
             for name in ("row_bytes", "page_rows", "block_bytes", "tables")
@@ -368,7 +366,7 @@ class SegmentLayout:
 
 def block_stride(block_rows: int, item_bytes: int) -> int:
     """Return the bytes from one block to the next in a blob with ``item_bytes`` per row: whole pages."""
-    return -(-block_rows * item_bytes // PAGE_BYTES) * PAGE_BYTES
+    return paged(block_rows * item_bytes)
 
 
 def blob_bytes(rows: int, block_rows: int, item_bytes: int) -> int:
@@ -395,5 +393,3 @@ ROWS, KEYS, CHANGED = "rows", "keys", "changed"
 """The kinds of blobs with the rows of a segment: its rows, their keys, and their last changes."""
 KEY_BYTES, CHANGED_BYTES = 8, 4
 """Bytes of a row's key, and of its last change."""
-PAGE_BYTES = 4096
-"""The blocks of a layout begin at multiples of it, in each of its blobs."""

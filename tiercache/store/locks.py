@@ -88,7 +88,6 @@ class WriterLock:
             os.close(self._handles.popitem()[1])
 
     def _take(self, name: str, flags: int) -> None:
-        """Open and lock a file of the directory."""
         path = self._directory / name
         with room_for(ROOM_FOR_RECORDS, path, f"the lock of the store at {self._directory}"):
             try:
@@ -117,7 +116,6 @@ class WriterLock:
             ) from error
 
     def _unusable(self, path: Path, error: OSError) -> StoreError:
-        """Return the error of a file or folder that cannot be opened."""
         return StoreError(
             f"the lock of the store at {self._directory} cannot be opened ({reason(error)}): fix {path}, or open the "
             "store with mode='r'"

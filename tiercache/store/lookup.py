@@ -187,10 +187,7 @@ def _read(
 
 
 class _Batch(NamedTuple):
-    """Pages of a layout on their way into memory.
-
-    Each read has the same offset in its memory page as in the file's page, so that it can bypass the page cache.
-    """
+    """Pages to read, each at its offset in the file's page, so that reads can bypass the page cache."""
 
     places: NDArray[np.int64]
     """(n,): the indices of its rows in the result."""

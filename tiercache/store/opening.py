@@ -61,10 +61,7 @@ class StoreDirectory:
         self.path = path
 
     def find(self) -> bool:
-        """Return True if a store is here; False if the path is free or holds only an interrupted creation.
-
-        Raises NotAStoreError and FormatVersionError.
-        """
+        """Return True for a store, False for a free path. Raises NotAStoreError and FormatVersionError."""
         try:
             if "\0" in str(self.path):
                 raise ValueError("a NUL ends the name of a file")
@@ -302,10 +299,7 @@ def open_engine(
 
 
 def newest_record(path: Path) -> CommitRecord | None:
-    """Return the newest commit of the store at ``path``, without the ranks' lists; None without a store or a commit.
-
-    Raises what ``Store.open`` raises for reading.
-    """
+    """Return the newest commit of the store at ``path``, without the ranks' lists; None if there is none."""
     try:
         opened = open_engine(path, None, None, "r", None)
     except StoreMissingError:
@@ -333,10 +327,7 @@ def _at_newest(engine: Engine, store: str, read: Callable[[Engine, Head, str], T
 def located(
     path: str | os.PathLike[str] | None, engine: str | Engine | None, mode: str, store_budget: int | None
 ) -> tuple[Path | None, str | Engine | None]:
-    """Return a store's path or name, and its engine: for the URL of an object store an instance.
-
-    Raises as ``Store.open``.
-    """
+    """Return a store's path or name, and its engine: for the URL of an object store an instance."""
     if path is None:
         return None, engine
     if not is_url(path):
@@ -404,7 +395,6 @@ def open_folder(
 
 
 def _locked(path: Path, mode: str, undo: ExitStack) -> WriterLock | None:
-    """Take the right to write if ``mode`` needs it; ``undo`` gives it up."""
     if mode != "a":
         return None
     lock = WriterLock(path)
@@ -413,10 +403,7 @@ def _locked(path: Path, mode: str, undo: ExitStack) -> WriterLock | None:
 
 
 def _new_engine(engine: str | None, tables: Iterable[Table]) -> str:
-    """Return the engine of a new store: ``engine``, or the first, or the first that can compress if a table needs it.
-
-    Raises ValueError if a table has compression but the engine does not.
-    """
+    """Return the engine of a new store, by default the first that can compress if a table needs it."""
     asking = next((table for table in tables if table.compression), None)
     kind = engine or next(kind for kind in ENGINES if kind in COMPRESSING or asking is None)
     if asking is not None and kind not in COMPRESSING:

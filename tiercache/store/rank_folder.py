@@ -63,10 +63,7 @@ class RankFolder:
         self.path, self._store, self._rank, self._id = store / folder, store, rank, id_
 
     def check(self) -> str:
-        """Return the engine of the rank, whose folder must exist.
-
-        Raises StoreMissingError, NotAStoreError and FormatVersionError.
-        """
+        """Return the engine of the rank. Raises StoreMissingError, NotAStoreError and FormatVersionError."""
         what = f"rank {self._rank} of the store at {self._store}"
         advice = "restore it from a copy, move it back, or pass its new location in shard_dirs="
         if not self.path.is_dir():
@@ -154,7 +151,6 @@ class RankFolder:
             sync(self.path.parent)
 
     def _resolved(self) -> tuple[Path, Path]:
-        """Return the folder and its store, links followed. Raises StoreError."""
         try:
             return self.path.resolve(), self._store.resolve()
         except (OSError, RuntimeError) as error:  # a loop of links
@@ -175,7 +171,6 @@ class RankFolder:
         return False
 
     def _empty(self) -> None:
-        """Delete everything but the marker."""
         for entry in list(os.scandir(self.path)):
             if entry.is_dir(follow_symlinks=False):
                 _delete(Path(entry.path))
@@ -212,10 +207,7 @@ def open_rank(
     whole_tables: tuple[Table, ...], path: Path, place: RankPlace, mode: str, store_budget: int | None, *,
     engine: str = "",
 ) -> Opened:  # fmt: skip
-    """Open the engine of a rank above 0 of the store at ``path``; ``engine``: create it, empty, with this engine.
-
-    Raises what ``Store.open`` raises.
-    """
+    """Open the engine of a rank above 0, as ``Store.open`` does; ``engine``: create it, empty, with this one."""
     folder = RankFolder(path, place.folders[place.rank], place.rank, place.store)
     tables = place.sharding.shard_tables(whole_tables, place.rank)
     if engine:
@@ -236,10 +228,7 @@ def open_rank(
 def open_ranks(
     whole: Opened, path: Path, of: CommitRecord, sharding: ShardingPlan, mode: str, store_budget: int | None
 ) -> None:
-    """Open the engines of all ranks for one of a store's commits; rank 0's is open.
-
-    Ranks may have moved since: the newest commit says where they are.
-    """
+    """Open the engines of all ranks for a commit where the newest one says that they are; rank 0's is open."""
     folders = of.folders
     id_, head = store_id(path), whole.engine.newest()
     newest = None if head is None else record_at(whole.engine, head, label_of(path))
@@ -289,10 +278,7 @@ def note_folders(path: Path, folders: Sequence[str]) -> None:
 
 
 def noted_folders(path: Path) -> tuple[str, ...]:
-    """Return the noted folders outside a store, which may hold remains of ranks.
-
-    Raises StoreError for a note that cannot be read.
-    """
+    """Return the noted folders, which may hold remains of ranks. Raises StoreError if it cannot be read."""
     try:
         noted = json.loads(read_whole(str(path / _NOTE)))
         if not isinstance(noted, list) or not all(isinstance(one, str) for one in noted):
@@ -308,10 +294,7 @@ def noted_folders(path: Path) -> tuple[str, ...]:
 
 
 def delete_others(path: Path, folders: Sequence[str], left: Sequence[str] = ()) -> None:
-    """Delete the folders of ranks that a store does not have: those in its folder, and those in ``left``.
-
-    Call it with the store's lock held.
-    """
+    """Delete the folders of other ranks, in the store's folder and in ``left``; call it with the store's lock held."""
     id_, current = store_id(path), [path / folder for folder in folders]
     inside = [entry.name for entry in path.glob("rank-*")]
     for folder in dict.fromkeys([*inside, *left]):
@@ -322,10 +305,7 @@ def delete_others(path: Path, folders: Sequence[str], left: Sequence[str] = ()) 
 
 
 def _home_of(folder: Path, store: Path) -> Mapping[str, str] | None:
-    """Return the paths in the file of a rank's folder; None without one, which a folder inside its store needs not.
-
-    Raises StoreError for a file that cannot be read.
-    """
+    """Return the paths in a folder's home.json, if it is outside of its store. Raises StoreError if unreadable."""
     path = folder / HOME
     if folder.is_relative_to(store):
         return None

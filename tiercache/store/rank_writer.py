@@ -99,21 +99,19 @@ class RankWriter(CommitWriter):
         self._holds.update(kept)
         return ()
 
-    # -- preparing ---------------------------------------------------------------------------------------
-
     def _advance(
         self, commit: Commit, state: bytes | None = None, *, kept: Sequence[Snapshot] | None = None,
         appended: Sequence[Segment] = (), shrink: bool = False,
     ) -> Commit:  # fmt: skip
         """Prepare a commit; its blob is not written yet."""
-        self._publisher.check_known()
+        self._check_known()
         if self.prepared is not None:
             raise StoreError(
                 f"commit {self.prepared.commit.id} of {self._label} waits for the other ranks: publish it before "
                 "another one"
             )
         kept = self._kept(self.history.snapshots, commit) if kept is None else kept
-        before, written = self._publisher.head, self.snapshot.appended
+        before, written = self._head, self.snapshot.appended
         # A rolled-back-to commit names the ranks' old folders, which may have moved since.
         commit = replace(commit, folders=self.folders)
         if self.snapshot.commit is None:
@@ -135,17 +133,17 @@ class RankWriter(CommitWriter):
                 self._engine.publish(head, before)
         finally:
             with suppress(StoreError):
-                self._publisher.head = self._engine.newest()
+                self._head = self._engine.newest()
 
     def abandon(self) -> None:
         """Drop a prepared commit and the segments appended for it, if any."""
         with self._lock:
-            self._publisher.check_known()
+            self._check_known()
             prepared, self.prepared = self.prepared, None
             if prepared is None:
                 return
             if self.rank and prepared.before is not None:
-                self._publish_list(prepared.before, self._publisher.head)
+                self._publish_list(prepared.before, self._head)
             self._engine.drop((blob.name, None) for blob in prepared.blobs)
             self.discard_uncommitted()
 
@@ -158,13 +156,8 @@ class RankWriter(CommitWriter):
             self._rewritten = Snapshot(None, self._groups)
             self._free()
 
-    # -- committing --------------------------------------------------------------------------------------
-
     def publish_prepared(self, heads: Sequence[Head], forgot: int) -> None:
-        """On rank 0, publish the commit that all ranks have prepared.
-
-        ``heads`` has the list of each, and ``forgot`` is the newest commit at which one of them left out rows.
-        """
+        """On rank 0, publish the prepared commit, with the list of each rank and the newest ``forgot`` of them."""
         with self._lock:
             prepared = self.prepared
             assert prepared is not None, "this rank has prepared it"
@@ -176,11 +169,6 @@ class RankWriter(CommitWriter):
                 if self.snapshot.commit is commit:
                     self.prepared = None
             self._finish(prepared)
-
-    @property
-    def is_known(self) -> bool:
-        """False if a publish failed, so that the newest commit is unknown."""
-        return self._publisher.is_known
 
     def newest_blob(self) -> tuple[Head, bytes]:
         """Return, on rank 0, the blob of the newest commit."""

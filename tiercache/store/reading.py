@@ -200,7 +200,6 @@ class BlockReader:
         return read
 
     def _spans(self, pages: Pages) -> Iterator[_Span]:
-        """Cut pages where blocks end."""
         segment, group, low, high, out = pages
         layout = segment.layouts[group]
         blob, stop = segment.blob(ROWS, segment.groups[group]), layout.row_of_page(high)
@@ -217,10 +216,7 @@ class BlockReader:
             low = end
 
     def _check(self, spans: Sequence[_Span]) -> None:
-        """Count spans that were read, and compare their checksums with the stored ones.
-
-        Raises CorruptBlockError.
-        """
+        """Count spans that were read, and compare their checksums. Raises CorruptBlockError."""
         rows = sum(span.request.out.size // span.segment.layouts[span.group].row_bytes for span in spans)
         num_bytes = sum(span.request.out.size for span in spans)
         self.counters.add(row_bytes_read=num_bytes, rows_read=rows, reads=len(spans))

@@ -292,8 +292,6 @@ class StoreReads:
                 stacklevel=3,
             )
 
-    # -- inside ------------------------------------------------------------------------------------------
-
     def _sharding_of(self, table_name: str) -> TableSharding:
         """Return the sharding of a table. Raises ValueError if there is none of that name."""
         table_named(self.tables, table_name, self.label)
@@ -392,7 +390,6 @@ def _may_have_forgotten(snapshot: Snapshot, table_name: str, since: int, label: 
 
 
 def _count_keys(reader: BlockReader, runs: Iterable[SortedRun], group: Group, table: Table, choice: RowFilter) -> int:
-    """Return how many keys the chosen rows of runs have."""
     what = f"counting the changed keys of table {table.name!r}"
     with ExternalSorter([], reader.scratch, what, _COUNT_BYTES, reader.counters) as sorter:
         for run in runs:

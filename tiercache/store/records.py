@@ -16,7 +16,7 @@ import struct
 import threading
 from collections import OrderedDict
 from contextlib import suppress
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import google_crc32c
@@ -194,10 +194,7 @@ class ArrayPlace(NamedTuple):
 
 
 def places_of(described: Sequence[Any]) -> dict[str, ArrayPlace]:
-    """Return the places of consecutive arrays from their descriptions (name, dtype, size).
-
-    Raises ValueError and TypeError for anything else.
-    """
+    """Return the places of consecutive arrays (name, dtype, size). Raises ValueError and TypeError for others."""
     places: dict[str, ArrayPlace] = {}
     begin = chunk = 0
     for name, dtype, size in described:
@@ -211,11 +208,8 @@ def places_of(described: Sequence[Any]) -> dict[str, ArrayPlace]:
 
 def end_of(places: Mapping[str, ArrayPlace]) -> tuple[int, int]:
     """Return the bytes of all arrays, and the number of their chunks."""
-    last = next(reversed(list(places.values())), None)
-    if last is None:
-        return 0, 0
-    size = last.num_bytes
-    return last.begin + -(-size // _ALIGNED) * _ALIGNED, last.first_chunk + -(-size // CHUNK_BYTES)
+    sizes = [place.num_bytes for place in places.values()]
+    return sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes), sum(-(-size // CHUNK_BYTES) for size in sizes)
 
 
 def describe(arrays: Mapping[str, NDArray[Any]]) -> tuple[list[list[Any]], list[NDArray[np.uint8]], NDArray[np.uint32]]:
@@ -289,15 +283,11 @@ class PagedArrays:
                     first * CHUNK_BYTES : last * CHUNK_BYTES
                 ]
         found = [self._cache.get(self._blob, place.first_chunk + i) for i in range(first, last)]
-        i = 0
-        while i < len(found):
-            end = i
-            while end < len(found) and found[end] is None:
-                end += 1
-            if end > i:
-                self._fill(place, first, found, i, end)
-            i = end + 1
-        return np.concatenate([chunk for chunk in found if chunk is not None]) if found else np.empty(0, np.uint8)
+        for is_missing, run in groupby(range(len(found)), lambda i: found[i] is None):
+            if is_missing:
+                missing = [*run]
+                self._fill(place, first, found, missing[0], missing[-1] + 1)
+        return np.concatenate([chunk for chunk in found if chunk is not None])
 
     def _fill(self, place: ArrayPlace, first: int, found: list[NDArray[np.uint8] | None], low: int, high: int) -> None:
         """Read the chunks [first + low, first + high) of an array into ``found``."""

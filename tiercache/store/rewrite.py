@@ -36,12 +36,10 @@ from tiercache.store.store_errors import StoreError, damaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
-    from numpy.typing import NDArray
+    from numpy.typing import DTypeLike, NDArray
 
     from tiercache.store.compaction_plan import FirstUses
-    from tiercache.store.engines.engine import Counters
     from tiercache.store.layout import SegmentLayout
     from tiercache.store.reading import BlockReader
     from tiercache.store.row_codec import MovedBlock
@@ -141,12 +139,10 @@ class Rewrite:
         yield part.segment(self._layout, self._progress)
 
     def _tables(self) -> Iterator[tuple[RowOrder, int, Table]]:
-        """Yield every table, with the order of its group and its index there."""
         return ((order, place, table) for order in self._orders for place, table in enumerate(order.group.tables))
 
     def _slice(self, rows: Sequence[int], num_bytes: int) -> Slice:
-        scratch, counters = self._reader.scratch, self._reader.counters
-        made = Slice(self._orders, rows, num_bytes, scratch, _WHAT, REWRITE_BYTES // 2, counters)
+        made = Slice(self._orders, rows, num_bytes, self._reader)
         self._files.callback(made.close)
         return made
 
@@ -180,10 +176,7 @@ class Rewrite:
             )
 
     def _check_room(self, least: Sequence[int]) -> None:
-        """Raise StoreFullError if there is less room than temporary files are known to need.
-
-        least: the minimum rows of each group that are written.
-        """
+        """Raise StoreFullError if the least rows of each group already need more room than there is."""
         total = usage = 0.0
         for rows, order in zip(least, self._orders, strict=True):
             total += rows * (order.entry_bytes + NUMBER_BYTES)
@@ -211,7 +204,6 @@ class Rewrite:
         return used + (0 if self._most_rows is None else self._most_rows[table.name])
 
     def _stored_rows(self, table: Table) -> int:
-        """Return how many rows of a table the segments have, including stale ones."""
         group = self._snapshot.find(table.name, self._reader.label).group
         return 0 if group is None else self._snapshot.rows_in(self._snapshot.segments, group, table)
 
@@ -226,10 +218,7 @@ class Rewrite:
                 yield keys, np.concatenate(fields, axis=1)
 
     def _merged(self, table: Table, num_bytes: int, slice_size: int) -> Iterator[tuple[Int64s, Floats, Int64s]]:
-        """Yield keys, rows and first uses, in hash order, of all rows that move or that the schedule adds.
-
-        Rows are words, the last of which is the last change.
-        """
+        """Yield keys, rows (words, then last change) and first uses of all written rows, in hash order."""
         id_ = 0 if self._snapshot.commit is None else self._snapshot.commit.id + 1
         rows_of_store = self._stored(table) if self._stored is not None else self._moved(table, num_bytes, slice_size)
         stored = SortedCursor(hashed(table, rows_of_store), np.int64, (np.float32, (table.row_bytes // 4 + 1,)))
@@ -323,10 +312,7 @@ class RowOrder:
         return int(self.counts_RT.sum())
 
     def index_of(self, place: int, uses: Int64s) -> Int64s:
-        """Return the index of the first use of each row (n,) of a table, R for NEVER, and count the rows.
-
-        Raises StoreError for a pass that uses none of its keys.
-        """
+        """Return the index of each row's first use, R for NEVER, and count the rows. Raises StoreError for others."""
         index = self.uses_R.searchsorted(uses)
         is_used = np.append(self.uses_R, NEVER)[index] == uses
         if not np.all(is_used):
@@ -350,34 +336,15 @@ class RowOrder:
 class Slice:
     """Rows of all groups that become one segment."""
 
-    def __init__(
-        self,
-        orders: Sequence[RowOrder],
-        rows: Sequence[int],
-        num_bytes: int,
-        folder: Path,
-        what: str,
-        memory_bytes: int,
-        counters: Counters,
-    ) -> None:
-        """Take at most ``rows`` rows of each group, and ``num_bytes`` bytes of entries in all.
-
-        ``folder``, ``what``, ``memory_bytes`` and ``counters`` are those of ``ExternalSorter``.
-        """
+    def __init__(self, orders: Sequence[RowOrder], rows: Sequence[int], num_bytes: int, reader: BlockReader) -> None:
+        """Take at most ``rows`` rows of each group, and ``num_bytes`` bytes of entries in all."""
         self._remaining = num_bytes
         self._files = ExitStack()
-        self._groups = [
-            _GroupSlice(
-                order,
-                max(1, most),
-                self._files.enter_context(
-                    ExternalSorter(
-                        ["<i8", ("<f4", (order.entry_bytes - KEY_BYTES) // 4)], folder, what, memory_bytes, counters
-                    )
-                ),
-            )
-            for order, most in zip(orders, rows, strict=True)
-        ]
+        self._groups: list[_GroupSlice] = []
+        for order, most in zip(orders, rows, strict=True):
+            payload: list[DTypeLike] = ["<i8", ("<f4", (order.entry_bytes - KEY_BYTES) // 4)]
+            sorter = ExternalSorter(payload, reader.scratch, _WHAT, REWRITE_BYTES // 2, reader.counters)
+            self._groups.append(_GroupSlice(order, max(1, most), self._files.enter_context(sorter)))
 
     def close(self) -> None:
         """Forget all rows."""

@@ -51,10 +51,7 @@ def to_words(field: Field, values: Floats, out: Floats) -> None:
 
 
 def row_words(fields: Sequence[Field], values: Sequence[Floats], changed: int | None = None) -> Floats:
-    """Return whole rows (n, words of all fields) from the numbers (n, width) of each field.
-
-    changed: the commit that changed them last, appended as one more word.
-    """
+    """Return rows (n, words) from the numbers of each field; ``changed``: the last change, as one more word."""
     words, at = sum(field.words for field in fields), 0
     out = np.empty((values[0].shape[0], words + (changed is not None)), np.float32)
     out[:, words:].view(np.uint32)[:] = changed or 0
@@ -108,10 +105,7 @@ def blocks_of(
     layouts: Iterable[SegmentLayout],
     chunks: Callable[[Group, SegmentLayout], Iterable[tuple[Int64s, Floats]]],
 ) -> Iterator[RowBlock]:
-    """Yield the blocks of all groups from the keys and rows (n, W) of each: the words of all fields.
-
-    All blocks of a group use the same two arrays.
-    """
+    """Yield the blocks of all groups, in the same two arrays, from the keys and rows (n, W words) of each."""
     for group, layout in zip(groups, layouts, strict=True):
         for block, packed, keys, _ in _blocks_of(group, layout, chunks(group, layout), layout.row_bytes // 4):
             yield group.index, block, packed, keys
@@ -162,10 +156,7 @@ class StoredTable:
     def of(
         cls, name: str, tables: Sequence[Table], groups: Sequence[Group], stored: Sequence[Sequence[Table]], label: str
     ) -> StoredTable:
-        """Find a table among ``tables``; a commit has ``groups`` and ``stored``.
-
-        Raises ValueError; ``label`` is the store's name in messages.
-        """
+        """Find a table of a commit with ``groups`` and ``stored``. Raises ValueError; ``label`` names the store."""
         table, before = table_named(tables, name, label), []
         for older in stored:
             before += [one for one in older if one.name == name]

@@ -16,7 +16,7 @@ import numpy as np
 
 from tiercache.store.bits import HASHES, hash_keys, keys_of
 from tiercache.store.external_sort import ExternalSorter, SortedCursor, merged, part_rows, rising, whole_keys
-from tiercache.store.layout import CHANGED_BYTES
+from tiercache.store.layout import CHANGED_BYTES, KEY_BYTES
 from tiercache.store.reading import Pages
 from tiercache.store.row_codec import from_words, unpack
 from tiercache.store.store_errors import damaged
@@ -119,10 +119,7 @@ def output_row_bytes(table: Table) -> int:
 
 
 def _newest(chunks: Iterator[Rows], stale: int, label: str, *, all_rows: bool) -> Iterator[Rows]:
-    """Yield the last of several rows of a key.
-
-    Raises CorruptStoreError for more than ``stale`` others, or, if these are ``all_rows``, for fewer.
-    """
+    """Yield the last row of each key; not ``stale`` others (``all_rows``), or more, are CorruptStoreError."""
     remaining = stale
     for keys, rows in whole_keys(chunks):
         last = np.append(keys[1:] != keys[:-1], True)
@@ -186,16 +183,11 @@ def _chunks(
 
 def _can_merge(runs: Sequence[SortedRun], table: Table, memory_bytes: int) -> bool:
     """Return True if the pages and keys of all runs fit in memory and blocks of keys are read about once."""
-    key_row_bytes = [8 if run.changed is None else 8 + CHANGED_BYTES for run in runs]
-    buffered_bytes = sum(
-        run.page_bytes + size * min(run.remaining, run.block_rows)
-        for run, size in zip(runs, key_row_bytes, strict=True)
-    )
-    key_bytes = sum(run.key_bytes for run in runs)
-    useful = sum(run.remaining for run in runs) * (table.row_bytes + 8)
-    return buffered_bytes <= memory_bytes // 4 and key_bytes <= useful // _KEY_FRACTION + 8 * sum(
-        run.remaining for run in runs
-    )
+    key_row_bytes = KEY_BYTES if runs[0].changed is None else KEY_BYTES + CHANGED_BYTES
+    buffered_bytes = sum(run.page_bytes + key_row_bytes * min(run.remaining, run.block_rows) for run in runs)
+    rows, key_bytes = sum(run.remaining for run in runs), sum(run.key_bytes for run in runs)
+    useful = rows * (table.row_bytes + 8)
+    return buffered_bytes <= memory_bytes // 4 and key_bytes <= useful // _KEY_FRACTION + 8 * rows
 
 
 def _merge(runs: Sequence[SortedRun], table: Table, chunk_rows: int, most: int) -> Iterator[Rows]:
@@ -255,18 +247,10 @@ class SortedRun:
         self._reader, self._group, self._layout = reader, group, segment.layouts[group.index]
         self._keys: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._choice, self.changed = choice, changed
+        self.block_rows, self.words = self._layout.block_rows, group.row_bytes // 4 + (changed is not None)
+        """Rows of a block of the layout, and words of a row, its last change included."""
         self.remaining = high - low if choice is None else self._count_chosen(choice)
         """Rows that were not read yet."""
-
-    @property
-    def words(self) -> int:
-        """Words of a row, its last change included."""
-        return self._group.row_bytes // 4 + (self.changed is not None)
-
-    @property
-    def block_rows(self) -> int:
-        """Rows of a block of the layout."""
-        return self._layout.block_rows
 
     def blocks(self, most: int | None = None) -> Iterator[tuple[int, int, int]]:
         """Yield the blocks of its rows, and its rows in each, at most ``most`` at a time."""
@@ -334,13 +318,11 @@ class SortedRun:
         return np.concatenate([keys for keys, _ in parts]), np.concatenate([values for _, values in parts])
 
     def _count_chosen(self, choice: RowFilter) -> int:
-        """Return how many rows are selected."""
         lows = range(self.low, self.high, _CHOICE_ROWS)
         parts = (choice(self.segment, self._group.index, low, min(self.high, low + _CHOICE_ROWS)) for low in lows)
         return sum(int(np.count_nonzero(part)) for part in parts)
 
     def _pass_over(self, row: int) -> None:
-        """Skip to a later row."""
         self._keys = self._keys[row - self.low :]
         self.low = row
 
@@ -418,10 +400,7 @@ def join_runs(runs: Sequence[SortedRun], keys_of: Callable[[Segment, int, int], 
 
 
 class VersionReader:
-    """Returns the last changes of rows of layouts; caches the last block that it read.
-
-    ``firsts`` has for each segment the first commit that named it. Raises CorruptBlockError.
-    """
+    """Returns last changes of rows; caches the last block. ``firsts``: the first commit that named each segment."""
 
     def __init__(self, reader: BlockReader, firsts: Mapping[int, int]) -> None:
         self._block, self._firsts = lru_cache(maxsize=1)(reader.changed), firsts

@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 
 
 class Compute(NamedTuple):
-    """The array functions of a store, from libraries; training has kernels that return the same bits.
-
-    Each may be called by any thread.
-    """
+    """The array functions of a store, for any thread; training has kernels that return the same bits."""
 
     checksums: Callable[[Sequence[Part]], NDArray[np.uint32]] = page_checksums
     hashes: Callable[[NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64]], NDArray[np.uint64]] = hash_runs
@@ -74,10 +71,7 @@ def base_pass(first_pass: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GroupMeta:
-    """The description of a segment's rows of one group.
-
-    Arrays are in memory if this process wrote the segment; otherwise they are read in place.
-    """
+    """The description of a segment's rows of one group; arrays are in memory, or read in place."""
 
     layout: SegmentLayout
     """An empty one if the group dumped nothing."""

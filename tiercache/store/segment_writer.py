@@ -36,10 +36,7 @@ _SEAL_BYTES = 64 << 20
 
 
 class SegmentWriter:
-    """Writes the blocks of one segment.
-
-    Checksums of ``stable`` blocks are computed on a separate thread while the engine writes.
-    """
+    """Writes the blocks of one segment; checksums of ``stable`` ones are computed on a thread meanwhile."""
 
     def __init__(
         self,
@@ -112,7 +109,6 @@ class SegmentWriter:
         return maps
 
     def _write_meta(self, engine: Engine, maps: tuple[KeyMap | None, ...]) -> bytes:
-        """Put the segment's description, once all its blocks are sealed."""
         meta = tuple(replace(one, key_map=key_map) for one, key_map in zip(self._meta, maps, strict=True))
         segment = self._segment
         segment.describe(meta)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -10,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tiercache.store.bits import HASHES
+from tiercache.store.records import digest
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class ShardingPlan:
     @property
     def digest(self) -> str:
         """Hexadecimal digest: equal if ranks and tables are divided alike."""
-        return hashlib.sha256(json.dumps(self.to_record(), sort_keys=True).encode()).hexdigest()
+        return digest(json.dumps(self.to_record(), sort_keys=True).encode())
 
     def to_record(self) -> dict[str, Any]:
         """Return the sharding as plain JSON values, which ``from_record`` reads."""
@@ -180,7 +180,6 @@ def unknown_kind(kind: Any) -> str:
 
 
 def _check_table(name: str, table_sharding: TableSharding, num_ranks: int) -> None:
-    """Raise ValueError if the sharding of a table contradicts itself."""
     what, slices = f"the sharding of table {name!r}", table_sharding.slices
     if table_sharding.kind not in KINDS:
         raise ValueError(f"{what} is {unknown_kind(table_sharding.kind)}")

@@ -93,17 +93,11 @@ class Snapshot:
         return self.live.first_blocks()
 
     def first_range(self, segment: Segment, group: int) -> int:
-        """Return the first live range of a layout: those before are dead, those after are live.
-
-        Raises CorruptStoreError if the commit lists other rows than the segment has.
-        """
+        """Return a layout's first live range. Raises CorruptStoreError if the commit lists other rows than it has."""
         return int(self.live.first_ranges_SG[self._row(segment), group])
 
     def first_block(self, segment: Segment, group: int) -> int:
-        """Return the first block of a layout with a live row; the number of blocks if none has one.
-
-        Raises CorruptStoreError if the commit lists other rows than the segment has.
-        """
+        """Return a layout's first block with a live row, or the number of blocks. Raises as ``first_range``."""
         return int(self.first_blocks[self._row(segment), group])
 
     @property

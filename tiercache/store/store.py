@@ -111,7 +111,6 @@ class Store(StoreReads):
             self.checkpoints = checkpoint_records(self.tables, self._opened.engine.notes, self.checkpoints)
 
     def _open_ranks(self, commit: Commit, path: Path, sharding: ShardingPlan) -> None:
-        """Open the stores of all ranks, with several ranks, unless they are open."""
         opened = self._opened
         if not opened.ranks:
             open_ranks(opened, path, commit, sharding, "r", None)
@@ -120,8 +119,6 @@ class Store(StoreReads):
             ranks = zip(opened.ranks, readers, strict=True)
             of = self._of or self  # avoids a cycle with a view, whose commit is given up once it is unused
             self.ranks = tuple(Store(one, one.path, "r", None, None, of, of_rank) for one, of_rank in ranks)
-
-    # -- opening and closing -----------------------------------------------------------------------------
 
     @classmethod
     def open(
@@ -302,8 +299,6 @@ class Store(StoreReads):
         if isinstance(self._commits, CommitWriter):
             return self._commits
         raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
-
-    # -- writing -----------------------------------------------------------------------------------------
 
     def append(
         self, pass_index: int, layouts: Sequence[SegmentLayout], blocks: Iterable[RowBlock], *,
@@ -487,7 +482,6 @@ class Store(StoreReads):
 
 
 def _save_checkpoints(store: weakref.ref[Store]) -> None:
-    """Write what a store knows of the checkpoints of its tables."""
     if (found := store()) is not None:
         for record in found.checkpoints.values():
             record.save()

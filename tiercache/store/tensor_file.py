@@ -10,7 +10,6 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 
 from tiercache.store.direct_io import RangeReader
 from tiercache.store.files import open_file, read_whole, reason
-from tiercache.store.records import no_number, page_checksums
+from tiercache.store.records import digest, no_number, page_checksums
 from tiercache.store.store_errors import BlockReadError, CheckpointError
 
 if TYPE_CHECKING:
@@ -81,10 +80,7 @@ class Sums:
         return cls(np.zeros(num_chunks, np.uint32), np.zeros(num_chunks, np.bool_))
 
     def check(self, chunk_C: NDArray[np.int64], seen_C: NDArray[np.uint32]) -> int | None:
-        """Compare chunks with the known ones, and note the others.
-
-        Returns the first chunk that differs; None if none does.
-        """
+        """Compare chunks with the known ones, and note the others; returns the first that differs, or None."""
         known_C = self.known_C[chunk_C]
         differs_C = known_C & (self.crc_C[chunk_C] != seen_C)
         if differs_C.any():
@@ -221,7 +217,6 @@ class TensorFile:
         return data, place_R
 
     def _find(self, header: _Header) -> tuple[str, tuple[int, ...], int]:
-        """Return dtype, shape and first byte of the tensor."""
         entry = header.tensors.get(self.tensor)
         if entry is None:
             names = sorted(name for name in header.tensors if name != "__metadata__")
@@ -276,7 +271,7 @@ class _Header(NamedTuple):
             raise _invalid(path, f"its header cannot be read ({error})") from error
         if not isinstance(tensors, dict):
             raise _invalid(path, "its header is not an object")
-        return cls(status, FileIdentity(status.st_size, sha256(data).hexdigest()), tensors, 8 + length)
+        return cls(status, FileIdentity(status.st_size, digest(data)), tensors, 8 + length)
 
 
 def _invalid(path: Path, seen: str) -> CheckpointError:

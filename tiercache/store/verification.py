@@ -98,7 +98,6 @@ class Verification:
             self._report(_problem(partial(_read_arrays, segment)), commits)
 
     def _check_contents(self, snapshots: Sequence[Snapshot]) -> None:
-        """Read rows, keys and dense state."""
         with ThreadPoolExecutor(1) as key_thread, ThreadPoolExecutor(key_invariants.KEY_CHECK_THREADS) as readers:
             alike: dict[object, list[Snapshot]] = {}
             for snapshot in snapshots:  # commits before and after an alteration may have other groups
@@ -117,7 +116,6 @@ class Verification:
                 self._report(_problem(one.state), [one.commit.id])
 
     def _add_blocks(self, store: Store) -> None:
-        """Note the blocks that the commit of a store needs."""
         if store.commit is None:
             return
         for segment in store.segments:
@@ -127,7 +125,6 @@ class Verification:
                     commits.append(store.commit.id)
 
     def _check_rows(self) -> None:
-        """Read every block, a few ahead of the one being counted."""
         blocks = [(segment, group, block) for (_, group, block), (segment, _) in self._blocks.items()]
         with ThreadPoolExecutor(ROW_CHECK_THREADS) as readers:
             for (segment, group, block), problems in read_ahead(
@@ -239,10 +236,7 @@ def _within(rank: Store, table: Table, low: int, high: int) -> bool:
 
 
 def _together(path: str, *, deep: bool) -> dict[str, Any]:
-    """Return the report of a store whose commits are opened together, while its ranks do not change.
-
-    A change of ranks deletes the folders of the old ones even while they are read.
-    """
+    """Return the report of a store, again if its ranks changed, which deletes the folders of the old ones."""
     while True:
         with Store.open(path, mode="r") as store:
             try:
@@ -256,7 +250,6 @@ def _together(path: str, *, deep: bool) -> dict[str, Any]:
 
 
 def _was_divided(store: Store) -> bool:
-    """Return True if the rows were moved to other ranks since the commit."""
     with suppress(StoreError):
         newest = store._opened.loader(store.counters).newest_record()
         return store.commit is not None and newest is not None and newest.folders != store.commit.folders

@@ -14,8 +14,9 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from tiercache.store.direct_io import DEPTH, ReadQueue, WriteQueue
+from tiercache.store.direct_io import DEPTH, ReadQueue, WriteQueue, address_of
 from tiercache.store.files import (
+    DIRECT_BYTES,
     FULL,
     PAGE_BYTES,
     ROOM_FOR_RECORDS,
@@ -42,8 +43,6 @@ Run = tuple[int, int]
 """The first byte of a run of whole pages, and its bytes."""
 _SPLIT_BYTES = 1 << 20
 """A run this long may hold a part of any larger blob; smaller blobs split over shorter runs."""
-_DIRECT_BYTES = 64 << 10
-"""Shorter parts, and parts that do not begin at a memory page, are gathered; shorter ranges use the page cache."""
 _MOST_GROWTH = 64 << 20
 _READ_BYTES = 1 << 30
 """One read of Linux returns less than 2 GiB."""
@@ -107,7 +106,6 @@ class ExtentAllocator:
         return found
 
     def _take(self, i: int, num_bytes: int) -> Run:
-        """Take the first bytes of a run."""
         low, high = self.runs[i]
         self._next = low + num_bytes
         self.runs[i : i + 1] = [(self._next, high)] if self._next < high else []
@@ -210,16 +208,11 @@ class BlockFile:
         return os.fstat(self._handle).st_blocks * 512
 
     def occupy(self, runs: Iterable[Run]) -> None:
-        """Make everything free but these runs, which may exceed a truncated file.
-
-        Raises CorruptStoreError if they overlap.
-        """
+        """Make everything free but these runs, which may exceed the file. Raises CorruptStoreError if they overlap."""
         try:
             self.space = ExtentAllocator(runs, self.size // PAGE_BYTES * PAGE_BYTES)
         except ValueError as error:
             raise damaged(f"blobs overlap in {self.path}") from error
-
-    # -- reading -----------------------------------------------------------------------------------------
 
     def read(self, ranges: Sequence[tuple[Extents, int, NDArray[np.uint8]]]) -> None:
         """Fill memory with the bytes of each blob from an offset on. Raises BlockReadError.
@@ -238,7 +231,7 @@ class BlockFile:
             for low, count in extents.pieces(offset, out.size):
                 for at in range(0, count, _READ_BYTES):
                     part = rest[at : min(count, at + _READ_BYTES)]
-                    is_long = part.size >= _DIRECT_BYTES and (_address(part) - low - at) % PAGE_BYTES == 0
+                    is_long = part.size >= DIRECT_BYTES and (address_of(part) - low - at) % PAGE_BYTES == 0
                     (long if is_long and self._direct is not None else short).append((low + at, part))
                 rest = rest[count:]
         with self._count:
@@ -264,8 +257,6 @@ class BlockFile:
             self._queues.reads = ReadQueue()
         direct = self._direct
         self._read(ranges, [0] * len(ranges) if direct is None else self._queues.reads.read(direct, ranges))
-
-    # -- writing -----------------------------------------------------------------------------------------
 
     def take(self, sizes: Sequence[int]) -> list[Extents]:
         """Allocate space for blobs of ``sizes``, for all of them or none. Raises StoreFullError and StoreError."""
@@ -296,7 +287,7 @@ class BlockFile:
         Copies ``data`` before it returns, or, if it is ``stable`` and does not change, before ``flush``.
         Raises StoreFullError and StoreError.
         """
-        direct = data.size >= _DIRECT_BYTES and _address(data) % PAGE_BYTES == 0
+        direct = data.size >= DIRECT_BYTES and address_of(data) % PAGE_BYTES == 0  # other parts are gathered
         for low, count in extents.pieces(offset, data.size):
             whole = count - count % PAGE_BYTES if direct else 0
             if whole:
@@ -340,10 +331,7 @@ class BlockFile:
                 os.ftruncate(self._handle, self.space.end)
 
     def shrink(self) -> None:
-        """Return all free space to the file system: the end is cut off, the rest becomes holes if possible.
-
-        Free space must not be needed after a crash. Raises StoreError.
-        """
+        """Cut off the free end and punch holes into the rest, which no crash may need. Raises StoreError."""
         self.trim()
         with writing(self.path):
             for low, high in self.space.runs:
@@ -403,7 +391,6 @@ class BlockFile:
 
 
 def _joined(runs: Iterable[Run]) -> list[Run]:
-    """Merge adjacent runs."""
     found = list[Run]()
     for low, count in runs:
         if found and sum(found[-1]) == low:
@@ -411,7 +398,3 @@ def _joined(runs: Iterable[Run]) -> list[Run]:
         else:
             found.append((low, count))
     return found
-
-
-def _address(array: NDArray[np.uint8]) -> int:
-    return int(array.__array_interface__["data"][0])  # takes a third of the time of array.ctypes

@@ -1,7 +1,7 @@
 """The seam between the store and its engines: seven verbs over immutable, named blobs.
 
 The memory engine, a dict, defines them, and tests run on it. Shared by all engines: the checks of a put, and the record
-of a head. Used by the store: the publisher of an engine's heads, and counters of bytes.
+of a head. Used by the store: counters of bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tiercache.store.records import checked_digest, decode, encode, whole
 from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError, parsing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
     from typing import Any
 
@@ -115,10 +115,7 @@ class Engine(Protocol):
         """
 
     def read(self, *requests: ReadRequest) -> None:
-        """Fill ``out`` of each request, many at a time if the engine can.
-
-        Raises BlockReadError for one of them, whose message follows the blob's name.
-        """
+        """Fill ``out`` of each request. Raises BlockReadError for one, whose message follows the blob's name."""
 
     def drop(self, blobs: Iterable[tuple[str, int | None]], *, shrink: bool = False) -> None:
         """Free blobs up to a byte, or whole (None), after the commit that gave them up is durable.
@@ -136,10 +133,7 @@ class Engine(Protocol):
         """
 
     def newest(self) -> Head | None:
-        """Return the head published last, by any process, checked; None before the first.
-
-        Raises CorruptStoreError.
-        """
+        """Return the head published last, by any process; None before the first. Raises CorruptStoreError."""
 
     def publish(self, head: Head, before: Head | None) -> None:
         """Make all blobs durable, then make ``head`` the newest: all or nothing, durably.
@@ -282,20 +276,16 @@ class MemoryEngine:
 
     def read(self, *requests: ReadRequest) -> None:
         """Copy bytes of blobs."""
-        for request in requests:
-            self._read(request)
-
-    def _read(self, request: ReadRequest) -> None:
-        (name, *_), offset, out = request
-        with self._lock:
-            blob = self.blobs.get(name)
-        if blob is None:
-            raise BlockReadError("is missing")
-        if offset + out.size > blob.size:
-            raise BlockReadError(f"ends at byte {blob.size:,} of {offset + out.size:,}")
-        if offset < blob.dropped:
-            raise BlockReadError(f"lacks its first {blob.dropped:,} bytes")
-        out[:] = blob.data[offset - blob.dropped :][: out.size]
+        for (name, *_), offset, out in requests:
+            with self._lock:
+                blob = self.blobs.get(name)
+            if blob is None:
+                raise BlockReadError("is missing")
+            if offset + out.size > blob.size:
+                raise BlockReadError(f"ends at byte {blob.size:,} of {offset + out.size:,}")
+            if offset < blob.dropped:
+                raise BlockReadError(f"lacks its first {blob.dropped:,} bytes")
+            out[:] = blob.data[offset - blob.dropped :][: out.size]
 
     def drop(self, blobs: Iterable[tuple[str, int | None]], *, shrink: bool = False) -> None:
         """Drop whole pages; missing names are ignored."""
@@ -323,45 +313,6 @@ class MemoryEngine:
 
     def close(self) -> None:
         """Keep everything for the next opening."""
-
-
-class Publisher:
-    """Publishes the heads of the one writer of an engine."""
-
-    def __init__(self, engine: Engine, label: str) -> None:
-        self._engine, self._label = engine, label
-        self.head = engine.newest()
-        """The newest head of the engine."""
-        self.is_known = True
-        """False if a head may or may not be durable: nothing is written or dropped after that."""
-
-    def publish(self, head: Head, then: Callable[[Head | None], None]) -> None:
-        """Publish a head; if it is durable, also after an error, call ``then`` with the head before it."""
-        before, done = self.head, False
-        try:
-            self._engine.publish(head, before)
-            done = True
-        finally:
-            # An error or an interrupt may leave all of it durable, or nothing.
-            if done or self._is_durable(head, before):
-                self.head = head
-                then(before)
-
-    def check_known(self) -> None:
-        """Raise StoreError if the engine's head is unknown: only opening the store again resolves that."""
-        if not self.is_known:
-            raise StoreError(
-                f"a commit of {self._label} failed and may or may not exist: close the store and open it again"
-            )
-
-    def _is_durable(self, head: Head, before: Head | None) -> bool:
-        """Return True if the engine is at ``head`` although it raised, False if it is still at ``before``."""
-        try:
-            found = self._engine.newest()
-        except StoreError:
-            found = None
-        self.is_known = found is not None and found in (head, before)
-        return found == head and self.is_known
 
 
 class Counters:

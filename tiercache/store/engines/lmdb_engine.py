@@ -123,8 +123,6 @@ class LmdbEngine:
             self.close()
             raise
 
-    # -- blobs -------------------------------------------------------------------------------------------
-
     def put(self, blobs: Sequence[Blob], parts: Iterable[Part], *, stable: bool = False) -> None:
         """Write blobs into free runs of the file."""
         self._settle()
@@ -192,8 +190,6 @@ class LmdbEngine:
         extents = {name: extents_of(entry) for name, entry in entries.items()}
         return {name: Stored(one.whole_bytes(file_bytes), one.dropped) for name, one in extents.items()}
 
-    # -- the head ----------------------------------------------------------------------------------------
-
     def newest(self) -> Head | None:
         """Return the head that this engine published last or found; a reader looks again."""
         with self._changing:
@@ -232,8 +228,6 @@ class LmdbEngine:
         """Close environment and file, and release the lock."""
         self._close_environment()
         self._resources.close()
-
-    # -- LMDB --------------------------------------------------------------------------------------------
 
     def _note(self, record: HeadRecord) -> None:
         """Take a head if LMDB has it: after an error, all or nothing of the transaction is done."""
@@ -317,8 +311,6 @@ class LmdbEngine:
                 ) from error
             raise self._translate(error) from error
 
-    # -- opening -----------------------------------------------------------------------------------------
-
     def _create(self) -> None:
         """Write a HEAD before the first publish: the remains of a killed creation do not count."""
         blocks, data = self.path / BLOCKS, self.path / DATA
@@ -338,10 +330,7 @@ class LmdbEngine:
                 raise full_disk(self.path, error, ROOM_FOR_RECORDS) from error
             raise unreadable(path, error) from error
 
-    # -- inside ------------------------------------------------------------------------------------------
-
     def _change(self, names: AbstractSet[str], entries: Mapping[str, bytes]) -> None:
-        """Set the entries of blobs, or delete them."""
         with self._changing:
             self._changed |= names
             for name in names - entries.keys():
@@ -364,7 +353,6 @@ class LmdbEngine:
         self._settled = True
 
     def _name_head(self) -> None:
-        """Make HEAD name the newest head."""
         if Slot.of(self._record) == self._slot:
             return
         self._check_head()
@@ -373,7 +361,6 @@ class LmdbEngine:
         self._slot = Slot.of(self._record)
 
     def _check_writable(self) -> None:
-        """Raise ValueError if it is open for reading, and StoreError if it was moved or its head is unknown."""
         if self._readonly or self._lock is None:
             raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
         if self._unknown:

@@ -74,10 +74,7 @@ class Slot(NamedTuple):
         replace_file(folder / HEAD, bytes(slots), suffix=".new", mode=0o644)
 
     def write(self, folder: Path, *, other: bool = False) -> None:
-        """Overwrite the older slot; durable on return. Raises OSError.
-
-        Afterward ``other`` overwrites the other slot too, without waiting: it is needed if the first one rots.
-        """
+        """Overwrite the older slot, durably; then ``other``: the other one, without waiting, in case the first rots."""
         handle = open_file(folder / HEAD, os.O_WRONLY)
         try:
             os.pwrite(handle, self.to_bytes(), (self.number + other) % 2 * _SLOT_BYTES)
@@ -99,15 +96,11 @@ class Slot(NamedTuple):
 
     @classmethod
     def _unpack(cls, slot: bytes) -> Slot | None:
-        """Return a slot's contents; None if it is damaged."""
         body = slot[: _SLOT.size]
         if body[: len(_SLOT_MAGIC)] != _SLOT_MAGIC or slot[_SLOT.size :] != _CHECKSUM.pack(google_crc32c.value(body)):
             return None
         _, number, digest = _SLOT.unpack(body)
         return cls(number, digest.hex())
-
-
-# -- entries ---------------------------------------------------------------------------------------------
 
 
 def entry_of(name: str, extents: Extents) -> bytes:
@@ -130,7 +123,6 @@ def extents_of(entry: bytes) -> Extents:
 
 
 def _check_entry(name: str, entry: bytes) -> None:
-    """Raise CorruptStoreError for an entry that differs from the one written for the name."""
     body = entry[: -_CHECKSUM.size]
     is_whole = len(body) >= 16 and len(body) % 16 == 0
     if is_whole and google_crc32c.extend(google_crc32c.value(name.encode()), body) == checksum_of(entry):
@@ -145,17 +137,12 @@ def _check_entry(name: str, entry: bytes) -> None:
     raise damaged(f"the entry of blob {name[:99]!r} in {DATA} is not what was written")
 
 
-# -- the head and the map --------------------------------------------------------------------------------
-
 _TRIES, _PAUSE_SECONDS = 50, 0.002
 """Retries if a writer commits while its tree is read, and the pause between tries."""
 
 
 def read_head(folder: Path, label: str) -> tuple[Slot, HeadRecord | None]:
-    """Return HEAD and the newest head, None before the first; a writer may commit meanwhile.
-
-    Raises CorruptStoreError and StoreError.
-    """
+    """Return HEAD and the newest head, None before the first. Raises CorruptStoreError and StoreError."""
     return _look(folder, lambda slot, file: (slot, None if file is None else _head(slot, file, label)))
 
 
@@ -382,14 +369,12 @@ class LmdbFile:
         return _TreePage(number, data, nodes, is_branch=flags & _BRANCH > 0)
 
     def _below(self, page: _TreePage, at: int) -> int:
-        """Return the page below a node of a branch."""
         low, high, flags, key_bytes = _NODE.unpack_from(page.data, at)
         if at + _NODE.size + key_bytes > self.page_bytes:
             raise self._corrupt(f"has a node beyond the end of page {page.number}")
         return int(low | high << 16 | flags << 32)
 
     def _value(self, page: _TreePage, at: int) -> Value:
-        """Return the value at a node of a leaf."""
         low, high, flags, key_bytes = _NODE.unpack_from(page.data, at)
         begin, size = at + _NODE.size + key_bytes, low | high << 16
         if begin + (8 if flags & _LARGE else size) > self.page_bytes:

@@ -94,10 +94,7 @@ def split(layout: SegmentLayout, block: int, data: Bytes, field_at: int, out: By
 
 
 def merge(layout: SegmentLayout, first: int, data: Bytes, fields: Sequence[Bytes]) -> None:
-    """Scatter all fields of the rows from ``first`` on, which begins a page, into ``data`` in the layout's order.
-
-    The opposite of ``split``: ``data`` has the bytes of whole pages.
-    """
+    """Do the opposite of ``split`` for the whole pages from row ``first`` on, in ``data``."""
     for begin, count, length in _alike(layout, first, data):
         at = 0
         for field in fields:
@@ -162,10 +159,7 @@ class Buffers:
 
 
 class ChunkWriter:
-    """Writes objects on threads, for one thread at a time; bytes into files, whole pages past the page cache.
-
-    Raises StoreFullError and StoreError, including those of earlier writes.
-    """
+    """Writes objects on threads, for one thread at a time. Raises StoreFullError and StoreError, also later."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -175,10 +169,7 @@ class ChunkWriter:
         """True if the memory that ``fill`` copies from does not change until ``finish``."""
 
     def put(self, place: Place, fill: Fill) -> None:
-        """Write bytes of an object; ``fill`` copies them before this returns, or later if ``stable``.
-
-        A file is allocated at full length with the first of them.
-        """
+        """Write bytes of an object, whose file is allocated whole; ``fill`` copies them, later if ``stable``."""
         lead = place.begin % PAGE_BYTES
 
         def write(buffer: Bytes) -> None:
@@ -222,8 +213,6 @@ class ChunkWriter:
         """Return when no write is in progress, whether or not all succeeded."""
         jobs, self._jobs = self._jobs, []
         wait(jobs)
-
-    # -- inside ------------------------------------------------------------------------------------------
 
     def _begin(self, size: int, filled: slice, fill: Fill, write: Callable[[Bytes], None]) -> None:
         """Take a buffer, fill a part of it, and start writing it."""

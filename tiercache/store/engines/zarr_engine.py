@@ -106,8 +106,6 @@ class ZarrEngine:
             self.close()
             raise
 
-    # -- blobs -------------------------------------------------------------------------------------------
-
     def put(self, blobs: Sequence[Blob], parts: Iterable[Part], *, stable: bool = False) -> None:
         """Write blobs from copies of their parts, several objects at a time."""
         self._heads.check_writer()
@@ -149,27 +147,20 @@ class ZarrEngine:
 
     def read(self, *requests: ReadRequest) -> None:
         """Read from each object that has a part of the bytes, or, for rows, from each field's array."""
-        for request in requests:
-            self._read(request)
-
-    def _read(self, request: ReadRequest) -> None:
-        blob, offset, out = request
-        if offset + out.size > blob.size:
-            raise BlockReadError(f"ends at byte {blob.size:,} of {offset + out.size:,}")
-        if blob.of is None:
-            read_plain(self._objects, blob, offset, out)
-            return
-        try:
-            arrays = arrays_of(blob, blob.of)
-        except ValueError as error:  # sizes and memory are derived from the layout
-            raise BlockReadError(f"is not what its layout says ({error})") from error
-        read_rows(self._objects, arrays, blob.of.layout, offset, out)
+        for blob, offset, out in requests:
+            if offset + out.size > blob.size:
+                raise BlockReadError(f"ends at byte {blob.size:,} of {offset + out.size:,}")
+            if blob.of is None:
+                read_plain(self._objects, blob, offset, out)
+                continue
+            try:
+                arrays = arrays_of(blob, blob.of)
+            except ValueError as error:  # sizes and memory are derived from the layout
+                raise BlockReadError(f"is not what its layout says ({error})") from error
+            read_rows(self._objects, arrays, blob.of.layout, offset, out)
 
     def drop(self, blobs: Iterable[tuple[str, int | None]], *, shrink: bool = False) -> None:
-        """Delete arrays and objects, chunks of fronts, and on a local disk the pages of fronts in other chunks.
-
-        The front of a plain blob stays on the disk until the blob is dropped whole.
-        """
+        """Delete arrays and objects, chunks of fronts, and on a local disk pages of fronts; a plain blob only whole."""
         self._heads.check_writer()
         inventory, whole = self._inventory(), list[str]()
         names, holes = list[str](), list[tuple[str, int]]()
@@ -222,8 +213,6 @@ class ZarrEngine:
         if self._lock is not None:
             self._lock.release()
 
-    # -- inside ------------------------------------------------------------------------------------------
-
     def _look(self) -> dict[str, Held]:
         """Return existing blobs, without those of later writers and dropped ones."""
         self._garbage.wait()
@@ -241,7 +230,6 @@ class ZarrEngine:
         return self._held
 
     def _check_room(self, blobs: Sequence[Blob]) -> None:
-        """Raise StoreFullError if blobs exceed the budget or, if uncompressed, the disk."""
         needed = sum(blob.size for blob in blobs)
         if self._store_budget is not None:
             used = sum(one.size - one.dropped for one in self._inventory().values())
@@ -379,8 +367,6 @@ class Heads:
         self._objects.check()
         self._check_newest()
 
-    # -- inside ------------------------------------------------------------------------------------------
-
     def _after(self, head: Head | None) -> HeadRecord:
         number = self._next
         self._next += self._objects.root is not None  # on a local disk only success takes a number
@@ -457,5 +443,4 @@ class Heads:
 
 
 def _key(number: int) -> str:
-    """Return the name of a head's object."""
     return f"{HEADS}/{number}"

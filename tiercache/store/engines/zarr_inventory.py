@@ -67,10 +67,7 @@ class Inventory(dict[str, Held]):
         return [name for name in names if not any(folder != name and name.startswith(folder) for folder in empty)]
 
     def drop_front(self, name: str, upto: int) -> tuple[list[str], list[Hole]]:
-        """Drop the front of a blob; return chunks that end there, and the pages of other files.
-
-        A blob without arrays is dropped whole.
-        """
+        """Drop the front of a blob with arrays; return chunks that end there, and the pages of other files."""
         blob, names, holes = self.get(name), list[str](), list[Hole]()
         if blob is None or blob.arrays is None or upto <= blob.dropped:
             return names, holes
@@ -237,10 +234,7 @@ class Garbage:
             deleting.exception()
 
     def list(self, *, again: bool = True) -> None:
-        """On an object store, write the list of undeleted names for later writers, and delete the previous lists.
-
-        Not ``again``: unless this writer has a list.
-        """
+        """On an object store, replace the lists of undeleted names; not ``again``: unless this writer has one."""
         if not self._epoch or (not again and self._listed is not None):
             return
         by_time = defaultdict[float, list[str]](list)

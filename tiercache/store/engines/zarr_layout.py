@@ -185,10 +185,7 @@ class ShardingCodec:
         return b"".join([*parts, sealed(index.tobytes())])
 
     def decode(self, index: NDArray[np.int64], data: Bytes, first: int, last: int) -> Bytes:
-        """Return the bytes of rows [first, last) from ``data``, their inner chunks.
-
-        ``index`` has their entries. Raises BlockReadError.
-        """
+        """Return rows [first, last) from inner chunks ``data`` with these index entries. Raises BlockReadError."""
         step, base = self.inner_rows * self.row_bytes, int(index[0, 0])
         out = np.empty(len(index) * step, np.uint8)
         for i, (start, size) in enumerate(index.tolist()):

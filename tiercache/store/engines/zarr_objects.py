@@ -24,7 +24,7 @@ from zarr.storage import LocalStore, ObjectStore, WrapperStore
 
 from tiercache.distribution import install_command
 from tiercache.store.bits import xxh64
-from tiercache.store.direct_io import RangeReader
+from tiercache.store.direct_io import RangeReader, unread
 from tiercache.store.files import Note, local_path, punch_hole, read_whole, sync, write_whole, writing
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError
 
@@ -123,8 +123,6 @@ class Objects:
         """Return the path of an object's file, on a local disk."""
         return f"{self.root}/{key}"
 
-    # -- writing -----------------------------------------------------------------------------------------
-
     def make(self, key: str, make: Callable[[str], T]) -> T:
         """Call ``make`` with the path of a file, and again with a folder for it if it has none."""
         self.check()
@@ -221,8 +219,6 @@ class Objects:
             finally:
                 os.close(handle)
 
-    # -- reading -----------------------------------------------------------------------------------------
-
     def get(self, key: str) -> bytes | None:
         """Return an object; None if there is none."""
         return self.get_all([key])[0]
@@ -247,10 +243,8 @@ class Objects:
             path = self.path(key)
             try:
                 found.append(np.frombuffer(read_whole(path, size), np.uint8))
-            except (FileNotFoundError, NotADirectoryError):
-                raise BlockReadError(f"is missing: {path} does not exist") from None
             except OSError as error:
-                raise BlockReadError(f"cannot be read: {path} raises an error ({error})") from error
+                raise unread(path, error) from error
         return found
 
     def ranges(self, places: Sequence[Place]) -> list[NDArray[np.uint8]]:
@@ -285,10 +279,7 @@ class Objects:
         return []
 
     def sizes(self, folders: Sequence[str], *objects: str) -> dict[str, int]:
-        """Return all objects below folders, and some others if they exist, with their sizes.
-
-        On a local disk also empty folders, with a slash at the end, as 0.
-        """
+        """Return the sizes of all objects below folders, of others that exist, and on a disk of empty folders (0)."""
         if self.root is not None:
             found = {key: size for folder in folders for key, size in _walk(str(self.root), folder).items()}
             files = {key: Path(self.path(key)) for key in objects}
@@ -310,13 +301,8 @@ class Objects:
             return await self.store.getsize(key)
         return _UNSIZED
 
-    # -- durability --------------------------------------------------------------------------------------
-
     def durable_paths(self, keys: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Return the files, then the folders, that must be synced to make objects durable.
-
-        On an object store objects are durable when they are written.
-        """
+        """Return the files, then the folders, to sync; none on an object store, where written objects are durable."""
         if self.root is None:
             return [], []
         files, folders = list(keys), {""}
@@ -335,8 +321,6 @@ class Objects:
             wait(jobs)
             for job in jobs:
                 job.result()
-
-    # -- requests ----------------------------------------------------------------------------------------
 
     def _together(self, requests: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """Return the answers to concurrent requests, once all have arrived; errors are OSErrors."""
