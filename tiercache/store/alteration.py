@@ -9,7 +9,7 @@ import numpy as np
 
 from tiercache.store.bits import hash_keys
 from tiercache.store.checkpoint import moved_with, tensor_sizes
-from tiercache.store.commit import between_passes
+from tiercache.store.commit import Commit, between_passes
 from tiercache.store.lookup import check_keys, locate
 from tiercache.store.records import integer
 from tiercache.store.row_codec import blocks_of
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.commit import Commit
     from tiercache.store.snapshot import Snapshot
     from tiercache.store.store import Store
 

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tiercache.store.bits import hash_keys, keys_of, row_beyond
-from tiercache.store.commit import Cursor, between_passes
-from tiercache.store.compaction_plan import NoUses
+from tiercache.store.commit import Commit, Cursor, between_passes
+from tiercache.store.compaction_plan import FirstUses, NoUses
 from tiercache.store.external_sort import ExternalSorter, flush_largest, rising
 from tiercache.store.rewrite import Rewrite
 from tiercache.store.row_codec import blocks_of, row_words
-from tiercache.store.segment import BASE_PASS, base_layout, base_layouts, base_pass
+from tiercache.store.segment import BASE_PASS, Layout, base_layout, base_layouts, base_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-    from typing import Any
 
     from numpy.typing import NDArray
 
-    from tiercache.store.commit import Commit
-    from tiercache.store.compaction_plan import FirstUses
     from tiercache.store.layout import SegmentLayout
     from tiercache.store.scan import Chunk
-    from tiercache.store.segment import Layout
     from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 

@@ -18,7 +18,7 @@ from tiercache.store.live import GROUP_COUNTS, Live
 from tiercache.store.records import checked_digest, checksum, decode, digest, encode, integer, whole
 from tiercache.store.sharding import ShardingPlan, groups_of_rank
 from tiercache.store.store_errors import CorruptStoreError, parsing
-from tiercache.store.table import Table, group_tables, tombstone_groups
+from tiercache.store.table import Group, Table, group_tables, tombstone_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.segment import Segment
-    from tiercache.store.table import Group
 
     Int64s = NDArray[np.int64]
     MakeSegment = Callable[..., Segment]

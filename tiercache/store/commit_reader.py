@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import time
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.commit import Commit, CommitRecord, RankList, before_commits, head_of, tables_of
-from tiercache.store.engines.engine import Blob, ReadRequest
-from tiercache.store.locks import Lease
-from tiercache.store.records import ChunkCache, PagedArrays, decode, end_of
+from tiercache.store.commit import Commit, CommitRecord, Kept, RankList, before_commits, head_of, tables_of
+from tiercache.store.engines.engine import Blob, Counters, Engine, Head, ReadRequest, Stored
+from tiercache.store.locks import Lease, UseCount
+from tiercache.store.records import ArrayPlace, ChunkCache, PagedArrays, decode, end_of
 from tiercache.store.segment import GroupMeta, Segment, meta_from_bytes
 from tiercache.store.segment_writer import check_layouts
 from tiercache.store.snapshot import History, Needed, Snapshot
@@ -30,14 +30,9 @@ from tiercache.store.store_errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
-    from tiercache.store.commit import Kept
-    from tiercache.store.engines.engine import Counters, Engine, Head, Stored
-    from tiercache.store.locks import UseCount
-    from tiercache.store.records import ArrayPlace
     from tiercache.store.table import Group, Table
 
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.store.commit import Commit, CommitRecord, Kept, RankList, State, before_commits, check_readable, head_of
-from tiercache.store.commit_reader import check_blobs, kept_commits
-from tiercache.store.engines.engine import Blob
+from tiercache.store.commit_reader import CommitLoader, check_blobs, kept_commits
+from tiercache.store.engines.engine import Blob, Counters, Engine, Head, Stored
 from tiercache.store.live import Live
 from tiercache.store.locks import leased_commits
-from tiercache.store.segment import Segment, base_pass
+from tiercache.store.segment import Compute, RetainedSegment, Segment, base_pass
 from tiercache.store.segment_writer import SegmentWriter, check_layouts
 from tiercache.store.snapshot import History, Needed, Snapshot
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError, StoreFullError
-from tiercache.store.table import tombstone_groups
+from tiercache.store.table import Table, tombstone_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,14 +28,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Cursor
-    from tiercache.store.commit_reader import CommitLoader
-    from tiercache.store.engines.engine import Counters, Engine, Head, Stored
     from tiercache.store.layout import SegmentLayout
     from tiercache.store.rewrite import Rewrite
     from tiercache.store.row_codec import MovedBlock, RowBlock
-    from tiercache.store.segment import Compute, RetainedSegment
     from tiercache.store.sharding import ShardingPlan
-    from tiercache.store.table import Table
 
     Put = tuple[Blob, NDArray[np.uint8]]
     """A blob, and its bytes."""

@@ -24,9 +24,9 @@ from tiercache.store.external_sort import (
 )
 from tiercache.store.files import ScratchFile, paged
 from tiercache.store.live_keys import KEY_THREADS, live_keys
-from tiercache.store.reading import read_ahead
+from tiercache.store.reading import BlockReader, read_ahead
 from tiercache.store.scan import runs_of
-from tiercache.store.segment import RetainedSegment
+from tiercache.store.segment import RetainedSegment, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.reading import BlockReader
-    from tiercache.store.segment import Segment
     from tiercache.store.snapshot import Snapshot
     from tiercache.store.table import Group
 

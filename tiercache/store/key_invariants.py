@@ -9,7 +9,7 @@ import numpy as np
 
 from tiercache.store.bits import hash_keys
 from tiercache.store.external_sort import ExternalSorter, flush_largest, rising
-from tiercache.store.reading import read_ahead
+from tiercache.store.reading import BlockReader, read_ahead
 from tiercache.store.store_errors import ADVICE, CorruptStoreError
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from tiercache.store.commit import Commit
-    from tiercache.store.reading import BlockReader
     from tiercache.store.segment import Segment
     from tiercache.store.snapshot import Snapshot
     from tiercache.store.table import Group

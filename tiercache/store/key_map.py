@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.store.records import whole
+from tiercache.store.records import PagedArray, PagedArrays, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.layout import SegmentLayout
-    from tiercache.store.records import PagedArray, PagedArrays
 
     Hashes = NDArray[np.uint64]
     Int64s = NDArray[np.int64]

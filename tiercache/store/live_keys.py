@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tiercache.store.bits import hash_keys
-from tiercache.store.layout import KEY_PAGE_ROWS
-from tiercache.store.reading import read_ahead
+from tiercache.store.layout import KEY_PAGE_ROWS, SegmentLayout
+from tiercache.store.reading import BlockReader, read_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import ThreadPoolExecutor
 
-    from tiercache.store.layout import SegmentLayout
-    from tiercache.store.reading import BlockReader
     from tiercache.store.snapshot import Snapshot
 
     Int64s = NDArray[np.int64]

@@ -13,8 +13,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from tiercache.store.bits import hash_keys
 from tiercache.store.files import PAGE_BYTES, huge_pages
-from tiercache.store.live_keys import KEY_THREADS, Recall, live_keys
-from tiercache.store.reading import Pages, read_ahead
+from tiercache.store.live_keys import KEY_THREADS, KeyMemory, Recall, live_keys
+from tiercache.store.reading import BlockReader, Pages, read_ahead
 from tiercache.store.row_codec import from_words, initial_rows
 from tiercache.store.store_errors import KeyMissingError, StoreError
 
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.live_keys import KeyMemory
     from tiercache.store.optimizer import Field
-    from tiercache.store.reading import BlockReader
     from tiercache.store.segment import Segment
     from tiercache.store.snapshot import Snapshot
     from tiercache.store.table import Table

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from tiercache.store.commit import TABLES, before_commits, head_of
+from tiercache.store.commit import TABLES, CommitRecord, before_commits, head_of
 from tiercache.store.commit_reader import CommitLoader, record_at, tables_at
-from tiercache.store.engines.engine import Blob
+from tiercache.store.engines.engine import Blob, Counters, Engine, Head
 from tiercache.store.files import check_room, is_url, local_path, read_whole, reason, replace_file, room_for, sync
 from tiercache.store.locks import LOCK, MARKER, UseCount, WriterLock
 from tiercache.store.records import checked_retention, encode, integer
-from tiercache.store.sharding import groups_of_rank
+from tiercache.store.sharding import ShardingPlan, groups_of_rank
 from tiercache.store.store_errors import (
     CorruptStoreError,
     FormatVersionError,
@@ -32,10 +32,6 @@ from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-
-    from tiercache.store.commit import CommitRecord
-    from tiercache.store.engines.engine import Counters, Engine, Head
-    from tiercache.store.sharding import ShardingPlan
 
 
 T = TypeVar("T")

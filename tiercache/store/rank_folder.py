@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiercache.store.commit import rank_folder
+from tiercache.store.commit import CommitRecord, rank_folder
 from tiercache.store.commit_reader import record_at
 from tiercache.store.files import read_whole, reason, sync
 from tiercache.store.locks import MARKER
@@ -40,7 +40,6 @@ from tiercache.store.store_errors import NotAStoreError, StoreError, StoreMissin
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from tiercache.store.commit import CommitRecord
     from tiercache.store.sharding import ShardingPlan
     from tiercache.store.table import Table
 

@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tiercache.store.commit import Commit, CommitRecord, before_commits
-from tiercache.store.commit_reader import read_blob
+from tiercache.store.commit_reader import CommitLoader, read_blob
 from tiercache.store.commit_writer import CommitWriter, head_of_commit
 from tiercache.store.locks import leased_commits
 from tiercache.store.snapshot import Snapshot
@@ -28,7 +28,6 @@ from tiercache.store.store_errors import StoreError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from tiercache.store.commit_reader import CommitLoader
     from tiercache.store.engines.engine import Blob, Counters, Engine, Head, Stored
     from tiercache.store.opening import RankPlace
     from tiercache.store.segment import Segment

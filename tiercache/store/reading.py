@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -13,26 +13,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from tiercache.store.commit_reader import memory_for
-from tiercache.store.engines.engine import ReadRequest
+from tiercache.store.engines.engine import Counters, Engine, ReadRequest, Stored
 from tiercache.store.files import scratch_in
 from tiercache.store.layout import CHANGED, KEY_BYTES, KEY_PAGE_ROWS, KEYS, ROWS, key_page_bounds
 from tiercache.store.records import checksum
-from tiercache.store.segment import Compute, corrupt_block, first_hashes_of
-from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreClosedError
+from tiercache.store.segment import Compute, Segment, corrupt_block, first_hashes_of
+from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreClosedError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from concurrent.futures import Future
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Commit
-    from tiercache.store.engines.engine import Counters, Engine, Stored
     from tiercache.store.locks import UseCount
     from tiercache.store.records import Part
-    from tiercache.store.segment import Segment
-    from tiercache.store.store_errors import StoreError
 
 
 Item = TypeVar("Item", bound=tuple[Any, ...])

@@ -16,11 +16,11 @@ from tiercache.store.bits import HASHES, hash_keys
 from tiercache.store.external_sort import ExternalSorter
 from tiercache.store.files import local_path
 from tiercache.store.lookup import check_keys, locate, lookup, missing_keys, read_rows
-from tiercache.store.reading import Pages
+from tiercache.store.reading import BlockReader, Pages
 from tiercache.store.scan import SCAN_BYTES, VersionReader, check_scan, output_row_bytes, runs_of, scan_segments
-from tiercache.store.sharding import Slice, TableSharding, hash_bounds
+from tiercache.store.sharding import ShardingPlan, Slice, TableSharding, hash_bounds
 from tiercache.store.store_errors import CommitMissingError, KeyMissingError, damaged
-from tiercache.store.table import table_named
+from tiercache.store.table import Group, Table, table_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,12 +31,9 @@ if TYPE_CHECKING:
 
     from tiercache.store.live_keys import KeyMemory
     from tiercache.store.lookup import Fields, Found
-    from tiercache.store.reading import BlockReader
     from tiercache.store.scan import Chunk, RowFilter, SortedRun
     from tiercache.store.segment import Segment
-    from tiercache.store.sharding import ShardingPlan
     from tiercache.store.snapshot import Snapshot
-    from tiercache.store.table import Group, Table
 
 _CHANGES_BYTES = 16 << 20
 _COUNT_BYTES = 64 << 20

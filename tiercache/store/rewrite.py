@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tiercache.store.compaction_plan import NUMBER_BYTES, CompactionPlan
+from tiercache.store.compaction_plan import NUMBER_BYTES, CompactionPlan, FirstUses
 from tiercache.store.external_sort import (
     HASH_BYTES,
     ExternalSorter,
@@ -28,10 +28,10 @@ from tiercache.store.external_sort import (
     slice_bytes,
 )
 from tiercache.store.files import check_room, paged, room_for
-from tiercache.store.layout import CHANGED_BYTES, KEY_BYTES, NEVER, Range
+from tiercache.store.layout import CHANGED_BYTES, KEY_BYTES, NEVER, Range, SegmentLayout
 from tiercache.store.row_codec import initial_rows, moved_blocks_of, row_words
 from tiercache.store.scan import scan_segments
-from tiercache.store.segment import base_layouts
+from tiercache.store.segment import Layout, RetainedSegment, base_layouts
 from tiercache.store.store_errors import StoreError, damaged
 
 if TYPE_CHECKING:
@@ -39,12 +39,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-    from tiercache.store.compaction_plan import FirstUses
-    from tiercache.store.layout import SegmentLayout
     from tiercache.store.reading import BlockReader
     from tiercache.store.row_codec import MovedBlock
     from tiercache.store.scan import RowFilter
-    from tiercache.store.segment import Layout, RetainedSegment
     from tiercache.store.snapshot import Snapshot
     from tiercache.store.table import Group, Table
 

@@ -15,7 +15,7 @@ import numpy as np
 from tiercache.store.bits import ITEM_BYTES, from_bits, mix, nearest, to_bits
 from tiercache.store.checkpoint import initial_checkpoint_vectors
 from tiercache.store.initializer import Checkpoint, Constant, Normal, Uniform, Zeros
-from tiercache.store.table import state_layout, table_named
+from tiercache.store.table import Group, Table, state_layout, table_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from tiercache.store.layout import SegmentLayout
     from tiercache.store.optimizer import Field
-    from tiercache.store.table import Group, Table
 
     Floats = NDArray[np.float32]
     Int64s = NDArray[np.int64]

@@ -17,8 +17,8 @@ import numpy as np
 from tiercache.store.bits import HASHES, hash_keys, keys_of
 from tiercache.store.external_sort import ExternalSorter, SortedCursor, merged, part_rows, rising, whole_keys
 from tiercache.store.layout import CHANGED_BYTES, KEY_BYTES
-from tiercache.store.reading import Pages
-from tiercache.store.row_codec import from_words, unpack
+from tiercache.store.reading import BlockReader, Pages
+from tiercache.store.row_codec import StoredTable, from_words, unpack
 from tiercache.store.store_errors import damaged
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.reading import BlockReader
-    from tiercache.store.row_codec import StoredTable
     from tiercache.store.segment import Segment
     from tiercache.store.snapshot import Snapshot
     from tiercache.store.table import Group, Table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,8 +17,6 @@ from tiercache.store.records import CHUNK_BYTES, decode, describe, encode, end_o
 from tiercache.store.store_errors import ADVICE, CorruptBlockError, parsing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from numpy.typing import NDArray
 
     from tiercache.store.key_map import Entries

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from tiercache.store.key_map import KeyMap, needs_map
-from tiercache.store.layout import CHANGED, KEY_BYTES, KEYS, ROWS, key_page_bounds
+from tiercache.store.layout import CHANGED, KEY_BYTES, KEYS, ROWS, SegmentLayout, key_page_bounds
 from tiercache.store.records import digest
-from tiercache.store.segment import Changed, GroupMeta, Segment, first_hashes_of, meta_to_bytes
+from tiercache.store.segment import Changed, Compute, GroupMeta, Segment, first_hashes_of, meta_to_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
     from tiercache.store.engines.engine import Engine, Part
-    from tiercache.store.layout import SegmentLayout
     from tiercache.store.row_codec import MovedBlock, RowBlock
-    from tiercache.store.segment import Compute
     from tiercache.store.table import Group
 
     Int64s = NDArray[np.int64]

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tiercache.store.bits import HASHES
 from tiercache.store.records import digest
-from tiercache.store.table import group_tables
+from tiercache.store.table import Group, Table, group_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from tiercache.store.table import Group, Table
 
 
 Kind = Literal["row_wise", "table_wise", "column_wise", "data_parallel"]

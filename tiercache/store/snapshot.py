@@ -11,9 +11,9 @@ import numpy as np
 from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEY_BYTES, KEYS, ROWS, blob_bytes, block_stride
 from tiercache.store.live import Live
 from tiercache.store.row_codec import StoredTable
-from tiercache.store.segment import meta_name, rows_name
+from tiercache.store.segment import Segment, meta_name, rows_name
 from tiercache.store.store_errors import damaged
-from tiercache.store.table import group_tables
+from tiercache.store.table import Group, Table, group_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Commit, Cursor
-    from tiercache.store.segment import Segment
-    from tiercache.store.table import Group, Table
 
     Int64s = NDArray[np.int64]
 

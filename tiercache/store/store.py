@@ -9,12 +9,12 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
-from tiercache.store.checkpoint import checkpoint_records, checkpoint_tensor
-from tiercache.store.commit import Cursor, between_passes
+from tiercache.store.checkpoint import CheckpointRecord, checkpoint_records, checkpoint_tensor
+from tiercache.store.commit import Commit, Cursor, between_passes
 from tiercache.store.commit_reader import CommitReader
 from tiercache.store.commit_writer import CommitWriter
-from tiercache.store.compaction_plan import CompactionPlan, NoUses
-from tiercache.store.engines.engine import Counters
+from tiercache.store.compaction_plan import CompactionPlan, FirstUses, NoUses
+from tiercache.store.engines.engine import Counters, Engine
 from tiercache.store.live_keys import KEY_MEMORY, KeyMemory
 from tiercache.store.locks import warn_unclosed
 from tiercache.store.opening import Opened, check_pin, checked_options, label_of, located, open_engine
@@ -24,9 +24,9 @@ from tiercache.store.reading import BlockReader
 from tiercache.store.reads import StoreReads
 from tiercache.store.records import integer, positive
 from tiercache.store.rewrite import Rewrite
-from tiercache.store.segment import base_layout
+from tiercache.store.segment import Layout, Segment, base_layout
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError
-from tiercache.store.table import group_tables
+from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,16 +35,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.store.checkpoint import CheckpointRecord
-    from tiercache.store.commit import Commit
-    from tiercache.store.compaction_plan import FirstUses
-    from tiercache.store.engines.engine import Engine
     from tiercache.store.layout import SegmentLayout
     from tiercache.store.row_codec import RowBlock
-    from tiercache.store.segment import Layout, Segment
     from tiercache.store.sharding import ShardingPlan
     from tiercache.store.snapshot import History, Snapshot
-    from tiercache.store.table import Table
 
 
 class Store(StoreReads):

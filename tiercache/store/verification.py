@@ -24,7 +24,7 @@ from tiercache.store.reading import Pages, read_ahead
 from tiercache.store.scan import runs_of
 from tiercache.store.store import Store
 from tiercache.store.store_errors import ADVICE, CommitMissingError, CorruptStoreError, StoreError
-from tiercache.store.table import row_layout
+from tiercache.store.table import Table, row_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from tiercache.store.layout import SegmentLayout
     from tiercache.store.segment import Segment
     from tiercache.store.snapshot import Snapshot
-    from tiercache.store.table import Table
 
 ROW_CHECK_THREADS = 4
 """Threads that read blocks of rows: one reads the disk while another checks."""

@@ -7,22 +7,20 @@ of a head. Used by the store: counters of bytes.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from tiercache.store.files import PAGE_BYTES, paged
+from tiercache.store.files import PAGE_BYTES, Notes, paged
 from tiercache.store.records import checked_digest, decode, encode, whole
 from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError, parsing
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
-    from typing import Any
 
     from numpy.typing import NDArray
 
-    from tiercache.store.files import Notes
     from tiercache.store.layout import SegmentLayout
     from tiercache.store.table import Group
 

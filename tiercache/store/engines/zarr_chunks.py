@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tiercache.store.engines.engine import WRITE_BYTES
-from tiercache.store.engines.zarr_layout import Place, plain_places
+from tiercache.store.engines.engine import WRITE_BYTES, Blob
+from tiercache.store.engines.zarr_layout import Arrays, Place, plain_places
 from tiercache.store.files import PAGE_BYTES, ROOM_FOR_RECORDS, huge_pages, open_direct, paged, write_at, writing
 from tiercache.store.store_errors import BlockReadError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
-    from tiercache.store.engines.engine import Blob
-    from tiercache.store.engines.zarr_layout import Arrays
     from tiercache.store.engines.zarr_objects import Objects
     from tiercache.store.layout import SegmentLayout
 

@@ -22,7 +22,7 @@ from tiercache.store.engines.zarr_inventory import (
 )
 from tiercache.store.engines.zarr_layout import NODE, Arrays, arrays_of, group_node, nodes_of, plain_keys, plain_places
 from tiercache.store.engines.zarr_objects import CONCURRENCY, PROBES, ObjectNotes, Objects
-from tiercache.store.files import ROOM_FOR_RECORDS, FolderNotes, check_room, writing
+from tiercache.store.files import ROOM_FOR_RECORDS, FolderNotes, Notes, check_room, writing
 from tiercache.store.locks import WriterLock
 from tiercache.store.records import digest
 from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError, StoreInUseError, damaged
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.engines.engine import Blob, Head, Part, ReadRequest
-    from tiercache.store.files import Notes
 
 KEEP_SECONDS = 600.0
 _SMALL_BYTES = 64 << 10

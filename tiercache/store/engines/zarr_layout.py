@@ -17,7 +17,7 @@ import numpy as np
 
 from tiercache.store.bits import ITEM_BYTES
 from tiercache.store.files import paged
-from tiercache.store.layout import compressed_rows
+from tiercache.store.layout import SegmentLayout, compressed_rows
 from tiercache.store.records import whole
 from tiercache.store.store_errors import BlockReadError
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.engines.engine import Blob, BlobRows
-    from tiercache.store.layout import SegmentLayout
 
     Bytes = NDArray[np.uint8]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from zarr.abc.store import RangeByteRequest, Store, SuffixByteRequest
+from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync as zarr_sync
 from zarr.storage import LocalStore, ObjectStore, WrapperStore
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 
     from numpy.typing import NDArray
-    from zarr.abc.store import ByteRequest
 
     from tiercache.store.engines.zarr_layout import Place
 
