@@ -274,11 +274,7 @@ def label_of(path: Path | None) -> str:
 
 
 def open_engine(
-    path: Path | None,
-    tables: Iterable[Table] | None,
-    engine: str | Engine | None,
-    mode: str,
-    store_budget: int | None,
+    path: Path | None, tables: Iterable[Table] | None, engine: str | Engine | None, mode: str, store_budget: int | None
 ) -> Opened:
     """Open the store at ``path``, or in the given engine. Raises what ``Store.open`` raises."""
     requested = None if tables is None else tuple(sorted(tables, key=lambda table: table.table_id))
@@ -340,11 +336,7 @@ def located(
 
 
 def _open_path(
-    path: Path,
-    tables: tuple[Table, ...] | None,
-    engine: str | None,
-    mode: str,
-    store_budget: int | None,
+    path: Path, tables: tuple[Table, ...] | None, engine: str | None, mode: str, store_budget: int | None
 ) -> Opened:
     """Open or create the store at ``path``; if it has several ranks, the part of rank 0."""
     if engine is not None and engine not in ENGINES:
