@@ -28,12 +28,7 @@ def xxh64(data: bytes, seed: int = 0) -> int:
     """Return XXH64 (Y. Collet, xxHash specification 0.1.1) of ``data``, an unsigned 64-bit number."""
     length, at = len(data), 0
     if length >= 32:
-        lanes = [
-            (seed + _PRIME1 + _PRIME2) & _MASK,
-            (seed + _PRIME2) & _MASK,
-            seed & _MASK,
-            (seed - _PRIME1) & _MASK,
-        ]
+        lanes = [(seed + _PRIME1 + _PRIME2) & _MASK, (seed + _PRIME2) & _MASK, seed & _MASK, (seed - _PRIME1) & _MASK]
         while at + 32 <= length:
             for i in range(4):
                 lanes[i] = _round(lanes[i], int.from_bytes(data[at + 8 * i : at + 8 * i + 8], "little"))

@@ -18,14 +18,7 @@ from tiercache.store.bits import from_bits, nearest, row_beyond, xxh64
 from tiercache.store.initializer import Checkpoint
 from tiercache.store.records import decode, encode, page_checksums
 from tiercache.store.store_errors import CheckpointError, damaged, parsing
-from tiercache.store.tensor_file import (
-    CHUNK_BYTES,
-    FileIdentity,
-    Reads,
-    Sums,
-    TensorFile,
-    find_tensors,
-)
+from tiercache.store.tensor_file import CHUNK_BYTES, FileIdentity, Reads, Sums, TensorFile, find_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -95,9 +95,7 @@ def full_disk(
     if error.errno == errno.EFBIG:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         return StoreFullError(
-            needed_bytes=needed_bytes,
-            limit=f"files of this process may have {most:,} in all",
-            advice="raise ulimit -f",
+            needed_bytes=needed_bytes, limit=f"files of this process may have {most:,} in all", advice="raise ulimit -f"
         )
     system = os.statvfs(path)
     free = system.f_frsize * system.f_bavail

@@ -11,15 +11,7 @@ import numpy as np
 
 from tiercache.store.engines.engine import WRITE_BYTES, HeadRecord, Stored, check_names, checked_parts
 from tiercache.store.engines.zarr_chunks import ChunkWriter, RemoteWriter, read_plain, read_rows, split
-from tiercache.store.engines.zarr_inventory import (
-    FOLDERS,
-    Garbage,
-    Held,
-    Inventory,
-    blobs_of,
-    epoch_of,
-    is_tables,
-)
+from tiercache.store.engines.zarr_inventory import FOLDERS, Garbage, Held, Inventory, blobs_of, epoch_of, is_tables
 from tiercache.store.engines.zarr_layout import NODE, Arrays, arrays_of, group_node, nodes_of, plain_keys, plain_places
 from tiercache.store.engines.zarr_objects import CONCURRENCY, PROBES, ObjectNotes, Objects
 from tiercache.store.files import ROOM_FOR_RECORDS, FolderNotes, Notes, check_room, writing

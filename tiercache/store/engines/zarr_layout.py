@@ -40,10 +40,7 @@ _DTYPES: dict[str, tuple[str, int | str, dict[str, Any]]] = {
     "bfloat16": ("uint16", 0x7FC0, {"dtype": "bfloat16"}),
 }
 """By dtype of a field: Zarr's dtype, the fill value (NaN), and attributes. Zarr has no bfloat16, so its bits."""
-_NUMBERS: dict[str, tuple[str, int, int]] = {
-    "keys": ("int64", 8, -(1 << 63)),
-    "changed": ("uint32", 4, (1 << 32) - 1),
-}
+_NUMBERS: dict[str, tuple[str, int, int]] = {"keys": ("int64", 8, -(1 << 63)), "changed": ("uint32", 4, (1 << 32) - 1)}
 """By last word of a blob's name: dtype, row bytes and fill value of the arrays that are not fields."""
 
 COMPRESSIONS = (None, "zstd", "blosc")
