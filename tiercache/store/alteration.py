@@ -246,9 +246,8 @@ def _unused(store: Store, table_name: str, since: int) -> Int64s:
     store.changed_rows(table_name, since=since)
     parts = [np.empty(0, np.int64)]
     with store.pinned() as snapshot:
-        for keys, fields in scan_segments(
-            store.reader, snapshot, snapshot.committed, table_name, as_words=True, changed=True
-        ):
+        of_segments = store.reader, snapshot, snapshot.committed
+        for keys, fields in scan_segments(*of_segments, table_name, as_words=True, changed=True):
             parts.append(keys[fields[-1][:, 0].view(np.uint32) <= since])
     return np.concatenate(parts)
 

@@ -110,9 +110,8 @@ def to_bits(values: Floats, dtype: str) -> Bits:
     if dtype == "float16":
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             out = np.ascontiguousarray(values, np.float32).astype(np.float16).view(np.uint16)
-        nan = (
-            (bits >> np.uint32(16) & np.uint32(0x8000)) | (bits >> np.uint32(13) & np.uint32(0x3FF)) | np.uint32(0x7E00)
-        )
+        sign, payload = bits >> np.uint32(16) & np.uint32(0x8000), bits >> np.uint32(13) & np.uint32(0x3FF)
+        nan = sign | payload | np.uint32(0x7E00)
     else:
         out = (bits + (np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
         nan = bits >> np.uint32(16) | np.uint32(0x0040)

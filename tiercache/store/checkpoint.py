@@ -215,9 +215,7 @@ class CheckpointRecord:
                         f"{expected.size:,} and {expected.header[:12]}: restore the original file, or, if new rows "
                         f"should start from this one, delete {self.label}"
                     )
-            raise CheckpointError(
-                f"{tensor.label} has different parts than the tensor that table {self.name!r} started from"
-            )
+            raise CheckpointError(f"{tensor.label} has other parts than the one that table {self.name!r} started from")
         if self.identities is None:
             self.identities, self.sums = tensor.identities, [Sums.empty(file.num_chunks) for file in tensor.files]
             self.sums[0].changed = True

@@ -101,9 +101,8 @@ class RangeReader:
             if len(reads) == 1:
                 read(reads)
             else:
-                running = [
-                    _threads(os.getpid()).submit(read, reads[i::REQUESTS]) for i in range(min(len(reads), REQUESTS))
-                ]
+                pool = _threads(os.getpid())
+                running = [pool.submit(read, reads[i::REQUESTS]) for i in range(min(len(reads), REQUESTS))]
                 errors = [one.exception() for one in running]  # waits for all: the file is theirs
                 for error in filter(None, errors):
                     raise error

@@ -128,9 +128,8 @@ def writing(place: Path | str, needed_bytes: int = ROOM_FOR_RECORDS, *, kept_byt
             raise StoreError(f"{place} cannot be written ({error}): fix that and open the store again") from error
         if isinstance(place, Path):
             raise full_disk(place, error, needed_bytes, kept_bytes=kept_bytes) from error
-        raise StoreFullError(
-            needed_bytes=needed_bytes, limit=f"{place} is full ({error})", advice="free some"
-        ) from error
+        limit = f"{place} is full ({error})"
+        raise StoreFullError(needed_bytes=needed_bytes, limit=limit, advice="free some") from error
 
 
 @contextmanager

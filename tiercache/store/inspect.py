@@ -196,9 +196,8 @@ def _describe_ranks(store: Store, path: str | os.PathLike[str]) -> dict[str, Any
     for table in store.tables:
         sharding = commit.sharding.tables[table.name]
         rows = store.live_rows(table.name)
-        tables.append(
-            {**table.to_record(), "sharding": sharding.described(), "rows": rows, "row_bytes": table.row_bytes}
-        )
+        of_table = {"sharding": sharding.described(), "rows": rows, "row_bytes": table.row_bytes}
+        tables.append(table.to_record() | of_table)
     return {
         "path": str(path),
         "format_version": FORMAT_VERSION,

@@ -81,9 +81,8 @@ class KeyCounts:
             selected = hashes if live is None else hashes[live]
             again = np.nonzero(selected[1:] == selected[:-1])[0]
             if self._stated_CTS[c, table].any() and ranges is not None and changed is not None:
-                self._add_stale(
-                    c, table, again, *((ranges, changed) if live is None else (ranges[live], changed[live]))
-                )
+                of_rows = (ranges, changed) if live is None else (ranges[live], changed[live])
+                self._add_stale(c, table, again, *of_rows)
             else:
                 self._twice_CT[c, table] += again.size
             before = self._before[c]

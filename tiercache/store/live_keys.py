@@ -109,10 +109,8 @@ class Recall:
         keys = self._memory.find(self._path, segment, group, table)
         if keys is None or keys.first_range > first_range:
             return None
-        low, high = (
-            keys.entries.searchsorted(queries & ~_ROW),
-            keys.entries.searchsorted(queries | _ROW, side="right"),
-        )
+        low = keys.entries.searchsorted(queries & ~_ROW)
+        high = keys.entries.searchsorted(queries | _ROW, side="right")
         places = [np.arange(a, b) for a, b in zip(low.tolist(), high.tolist(), strict=True) if a < b]
         found = (keys.entries[np.concatenate([np.empty(0, np.int64), *places])] & _ROW).astype(np.int64)
         return np.unique(found[found >= segment.layouts[group].first_row_R[first_range]])
@@ -186,17 +184,11 @@ def live_keys(
     most. ``segments`` are read in order. Only rows with a next use after pass ``after``. ``recall`` knows the keys of
     some segments, and learns others, whose keys are then all read.
     """
+    every = (batch for segment in segments for batch in _readings(snapshot, segment, group, sought, after, recall))
     if sum(_MANY if hashes is None else hashes.size for hashes in sought.values()) < _MANY:
-        results = (  # whether a segment is searched depends on the keys found in newer ones
-            (batch, _read(reader, batch))
-            for segment in segments
-            for batch in _readings(snapshot, segment, group, sought, after, recall)
-        )
+        results = ((batch, _read(reader, batch)) for batch in every)  # what newer ones have decides what is read
     else:
-        batches = (
-            (batch,) for segment in segments for batch in _readings(snapshot, segment, group, sought, after, recall)
-        )
-        ahead = read_ahead(readers, partial(_read, reader), batches, most=2 * KEY_THREADS)
+        ahead = read_ahead(readers, partial(_read, reader), ((batch,) for batch in every), most=2 * KEY_THREADS)
         results = ((batch, found) for (batch,), found in ahead)
     for batch, found in results:
         for place, keys, rows in found:

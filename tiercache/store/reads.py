@@ -280,9 +280,8 @@ class StoreReads:
 
     def warn_of_forgotten(self, table_name: str, *, since: int) -> None:
         """Warn if rows of a table may have been forgotten after commit ``since``: copies of them are to be removed."""
-        if any(
-            _may_have_forgotten(part.snapshot, table_name, since, self.label) for part in self._counting(table_name)
-        ):
+        parts = self._counting(table_name)
+        if any(_may_have_forgotten(part.snapshot, table_name, since, self.label) for part in parts):
             warnings.warn(
                 f"rows of table {table_name!r} of {self.label} may have been forgotten after commit {since}, and "
                 "changes do not list them: remove these keys from your copy, or copy all rows again (since=-1)",
@@ -324,9 +323,8 @@ def _columns(
     """Return some columns of every field of a whole table, from slices that have them all."""
     out = []
     for i, field in enumerate(table.fields):
-        found = [
-            fields[i][:, max(0, requested.first - one.first) : requested.last - one.first] for one, fields in slices
-        ]
+        first, last = requested.first, requested.last
+        found = [fields[i][:, max(0, first - one.first) : last - one.first] for one, fields in slices]
         once = field.width != table.dim
         out.append(slices[0][1][i] if once else found[0] if len(found) == 1 else np.concatenate(found, axis=1))
     return tuple(np.ascontiguousarray(values) for values in out)

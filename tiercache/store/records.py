@@ -279,9 +279,8 @@ class PagedArrays:
             if kept is not None:
                 return kept
             if CHUNK_BYTES < place.num_bytes <= _WHOLE_BYTES:
-                return self.chunks(place, 0, -(-place.num_bytes // CHUNK_BYTES))[
-                    first * CHUNK_BYTES : last * CHUNK_BYTES
-                ]
+                every = self.chunks(place, 0, -(-place.num_bytes // CHUNK_BYTES))
+                return every[first * CHUNK_BYTES : last * CHUNK_BYTES]
         found = [self._cache.get(self._blob, place.first_chunk + i) for i in range(first, last)]
         for is_missing, run in groupby(range(len(found)), lambda i: found[i] is None):
             if is_missing:
@@ -299,9 +298,8 @@ class PagedArrays:
             number = place.first_chunk + first + i
             seen, expected = checksum(chunk), int(self._checksums[number])
             if seen != expected:
-                raise damaged(
-                    f"chunk {number} of {self._label} has checksum {seen:08x}, but {expected:08x} was written"
-                )
+                wrong = f"has checksum {seen:08x}, but {expected:08x} was written"
+                raise damaged(f"chunk {number} of {self._label} {wrong}")
             found[i] = chunk if high - low == 1 else chunk.copy()
             self._cache.put(self._blob, number, found[i])  # type: ignore[arg-type]
 

@@ -330,9 +330,8 @@ class SortedRun:
             if not self._keys.size:
                 block = row // self.block_rows
                 start = self._layout.rows_of_block(block)[0]
-                self._keys = self.keys_of(self.segment, self._group.index, block)[
-                    row - start : self.high - start
-                ].copy()
+                keys = self.keys_of(self.segment, self._group.index, block)
+                self._keys = keys[row - start : self.high - start].copy()
             parts.append(self._keys[:needed])
             self._keys = self._keys[needed:]
             row, needed = row + parts[-1].size, needed - parts[-1].size

@@ -340,9 +340,8 @@ def base_layout(group: Group, ranges: Iterable[Range]) -> SegmentLayout:
     block_bytes = max(_BASE_BLOCK_BYTES, page_rows * group.row_bytes)
     if group.compression is not None:
         block_bytes -= block_bytes % (group.row_bytes * compressed_rows(group.row_bytes, page_rows))
-    return SegmentLayout.of(
-        row_bytes=group.row_bytes, page_rows=page_rows, block_bytes=block_bytes, ranges=tuple(ranges)
-    )
+    sizes = {"row_bytes": group.row_bytes, "page_rows": page_rows, "block_bytes": block_bytes}
+    return SegmentLayout.of(ranges, **sizes)
 
 
 def base_layouts(

@@ -144,12 +144,9 @@ class SegmentWriter:
                     f"block {block} of group {group} came with {keys.size:,} keys of {keys.dtype}: "
                     f"it has {size // layout.row_bytes:,} rows, each with an int64 key"
                 )
-            if self._meta[group].changed is not None and (
-                changed is None or changed.dtype != np.uint32 or changed.size != keys.size
-            ):
-                raise ValueError(
-                    f"block {block} of group {group} came without the uint32 last change of each of its rows"
-                )
+            has_changed = changed is not None and changed.dtype == np.uint32 and changed.size == keys.size
+            if self._meta[group].changed is not None and not has_changed:
+                raise ValueError(f"block {block} of group {group} came without uint32 last changes of its rows")
             self._unsealed.append((group, block, data, keys, changed))
             self._unsealed_bytes += data.size + keys.nbytes
             if not self._stable:
@@ -223,8 +220,7 @@ def check_layouts(layouts: Sequence[SegmentLayout], groups: Sequence[Group]) -> 
         raise ValueError(f"there are {len(layouts)} layouts for {len(groups)} groups: pass one for each")
     for group, layout in zip(groups, layouts, strict=True):
         if layout.row_bytes != group.row_bytes:
-            raise ValueError(
-                f"the layout of group {group.index} has rows of {layout.row_bytes} bytes, not {group.row_bytes}"
-            )
+            found = f"rows of {layout.row_bytes} bytes, not {group.row_bytes}"
+            raise ValueError(f"the layout of group {group.index} has {found}")
         if layout.num_ranges and layout.table_rows_RT.shape[1] != len(group.tables):
             raise ValueError(f"a range of group {group.index} does not count rows of {len(group.tables)} tables")

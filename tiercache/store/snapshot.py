@@ -162,9 +162,8 @@ class Snapshot:
         pass_index, sample = cursor
         written = [s for s in self.segments if s.within_pass == pass_index and s.id not in self.retained]
         if sample and not written:
-            raise ValueError(
-                f"a commit at sample {sample} of pass {pass_index} needs its rows: append them with within=True first"
-            )
+            where = f"sample {sample} of pass {pass_index}"
+            raise ValueError(f"a commit at {where} needs its rows: append them with within=True first")
         whole_pass = frozenset[int]()
         if sample:
             newest = written[-1]

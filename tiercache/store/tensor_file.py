@@ -192,9 +192,8 @@ class TensorFile:
         Returns memory that this thread's next read uses again, and the place of each range in it.
         """
         try:
-            data, place_R = _READER.read_many(
-                str(self.path), self.begin + begin_R, self.begin + end_R, self._status.st_size
-            )
+            begin, stop = self.begin + begin_R, self.begin + end_R
+            data, place_R = _READER.read_many(str(self.path), begin, stop, self._status.st_size)
         except BlockReadError as error:
             raise CheckpointError(f"{self.label} {error.seen}: restore the original file") from error
         if not sums:

@@ -59,9 +59,8 @@ class Verification:
         """By segment, group and block: the segment and the commits that need the block."""
         for one in self._stores:
             self._add_blocks(one)
-        self.total = sum(
-            segment.layouts[group].bytes_of_block(block) for (_, group, block), (segment, _) in self._blocks.items()
-        )
+        needed = ((segment.layouts[group], block) for (_, group, block), (segment, _) in self._blocks.items())
+        self.total = sum(layout.bytes_of_block(block) for layout, block in needed)
         """Bytes of all blocks; with ``bytes_before`` for progress over several ranks."""
 
     def run(self, *, deep: bool = True) -> dict[str, Any]:
@@ -126,9 +125,8 @@ class Verification:
     def _check_rows(self) -> None:
         blocks = [(segment, group, block) for (_, group, block), (segment, _) in self._blocks.items()]
         with ThreadPoolExecutor(ROW_CHECK_THREADS) as readers:
-            for (segment, group, block), problems in read_ahead(
-                readers, self._read, blocks, most=2 * ROW_CHECK_THREADS
-            ):
+            ahead = read_ahead(readers, self._read, blocks, most=2 * ROW_CHECK_THREADS)
+            for (segment, group, block), problems in ahead:
                 self._report(problems, self._blocks[segment.id, group, block][1])
                 self._count(segment.layouts[group], block)
 
