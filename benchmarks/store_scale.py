@@ -31,9 +31,8 @@ from tiercache.store.bits import keys_of
 from tiercache.store.commit import STATE_CHUNK_BYTES, Commit, RankList, State, head_of
 from tiercache.store.engines.engine import Blob, ReadRequest
 from tiercache.store.layout import KEY_PAGE_ROWS
-from tiercache.store.live import Live
 from tiercache.store.records import checksum, digest
-from tiercache.store.segment import GroupMeta, Segment, meta_to_bytes
+from tiercache.store.segment import GroupMeta, Live, Segment, meta_to_bytes
 
 Int64s = NDArray[np.int64]
 

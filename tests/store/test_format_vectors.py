@@ -19,8 +19,8 @@ from tiercache.store.engines.engine import Head
 from tiercache.store.engines.lmdb_map import Slot, entry_of
 from tiercache.store.key_map import KeyMap, map_entries
 from tiercache.store.layout import CHANGED, KEYS, ROWS, SegmentLayout
-from tiercache.store.live import Live
 from tiercache.store.records import describe
+from tiercache.store.segment import Live
 from tiercache.store.table import group_tables
 
 PAGES = Path(__file__).parents[2] / "docs/format"

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tiercache.store.engines.engine import Blob, Head
-from tiercache.store.live import GROUP_COUNTS, Live
 from tiercache.store.records import checked_digest, checksum, decode, digest, encode, integer, whole
+from tiercache.store.segment import GROUP_COUNTS, Live
 from tiercache.store.sharding import ShardingPlan, groups_of_rank
 from tiercache.store.store_errors import CorruptStoreError, parsing
 from tiercache.store.table import Group, Table, group_tables, tombstone_groups

@@ -14,9 +14,8 @@ import numpy as np
 from tiercache.store.commit import Commit, CommitRecord, Kept, RankList, State, before_commits, check_readable, head_of
 from tiercache.store.commit_reader import CommitLoader, check_blobs, kept_commits
 from tiercache.store.engines.engine import Blob, Counters, Engine, Head, Stored
-from tiercache.store.live import Live
 from tiercache.store.locks import leased_commits
-from tiercache.store.segment import Compute, RetainedSegment, Segment, base_pass
+from tiercache.store.segment import Compute, Live, RetainedSegment, Segment, base_pass
 from tiercache.store.segment_writer import SegmentWriter, check_layouts
 from tiercache.store.snapshot import History, Needed, Snapshot
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError, StoreFullError

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEY_BYTES, KEYS, ROWS, blob_bytes, block_stride
-from tiercache.store.live import Live
 from tiercache.store.row_codec import StoredTable
-from tiercache.store.segment import Segment, meta_name, rows_name
+from tiercache.store.segment import Live, Segment, meta_name, rows_name
 from tiercache.store.store_errors import damaged
 from tiercache.store.table import Group, Table, group_tables
 
