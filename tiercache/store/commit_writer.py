@@ -15,7 +15,7 @@ from tiercache.store.commit import Commit, CommitRecord, Kept, RankList, State, 
 from tiercache.store.commit_reader import CommitLoader, check_blobs, kept_commits
 from tiercache.store.engines.engine import Blob, Counters, Engine, Head, Stored
 from tiercache.store.locks import leased_commits
-from tiercache.store.segment import Compute, Live, RetainedSegment, Segment, base_pass
+from tiercache.store.segment import Compute, Live, Segment, base_pass
 from tiercache.store.segment_writer import SegmentWriter, check_layouts
 from tiercache.store.snapshot import History, Needed, Snapshot
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError, StoreFullError
@@ -248,7 +248,7 @@ class CommitWriter:
             finally:
                 self._rewritten = Snapshot(None, self._groups)
 
-    def overlay(self, retained: Sequence[RetainedSegment], settings: Mapping[str, Any]) -> Commit:
+    def overlay(self, retained: Mapping[int, NDArray[np.int64]], settings: Mapping[str, Any]) -> Commit:
         """Make a commit at the same cursor, of the retained segments and those appended since the newest."""
         with self._lock:
             before = self.snapshot.commit
@@ -303,15 +303,15 @@ class CommitWriter:
         return replace(before, id=before.id + 1, retention=self.retention, **changes)
 
     def _retaining(
-        self, before: Commit, retained: Sequence[RetainedSegment], new: Sequence[Segment], **changes: Any
+        self, before: Commit, retained: Mapping[int, NDArray[np.int64]], new: Sequence[Segment], **changes: Any
     ) -> Commit:
         """Return the commit after ``before`` that has its retained segments and new ones, and begins a schedule."""
         id_, changes = before.id + 1, {"origin": before.rows_digest, **changes}
         rows = {segment.id: row for row, segment in enumerate(before.own.segments)}
-        kept, groups = [rows[one.segment_id] for one in retained], changes.get("groups", before.groups)
+        kept, groups = [rows[one] for one in retained], changes.get("groups", before.groups)
         live = before.own.live.taken(kept) if kept else Live.zeros(0, groups)
-        for row, one in enumerate(retained):
-            live.stale_ST[row] = [count for of_group in one.stale_rows for count in of_group]
+        for row, stale_T in enumerate(retained.values()):
+            live.stale_ST[row] = stale_T
         own = self._listed(
             [*(before.own.segments[row] for row in kept), *new],
             [*(before.own.first_commits[row] for row in kept), *([id_] * len(new))],

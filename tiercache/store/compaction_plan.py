@@ -26,7 +26,6 @@ from tiercache.store.files import ScratchFile, paged
 from tiercache.store.live_keys import KEY_THREADS, live_keys
 from tiercache.store.reading import BlockReader, read_ahead
 from tiercache.store.scan import runs_of
-from tiercache.store.segment import RetainedSegment, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.store.segment import Segment
     from tiercache.store.snapshot import Snapshot
     from tiercache.store.table import Group
 
@@ -88,9 +88,13 @@ class CompactionPlan:
         """``files`` closes its temporary files. Raises StoreFullError."""
         self._reader, self._snapshot, self._uses, self._progress = reader, snapshot, uses, progress
         self._groups = [_GroupRows(reader, snapshot, group, files) for group in snapshot.groups]
-        self.retained: tuple[RetainedSegment, ...] = ()
-        """The segments that stay in place, by id; set by ``sort``."""
-        self._retained_ids = frozenset[int]()
+        self.retained: dict[int, NDArray[np.int64]] = {}
+        """The segments that stay in place, by id, each with the number of stale ones among its live rows of each table
+        (T,), in the order of groups; set by ``sort``.
+
+        They are older than all others that the commit names. A row of theirs is stale where a newer segment has its key
+        too. Rows become stale only at the commit that begins a schedule: no pass of it dumps a key whose row it left
+        here."""
 
     def sort(self, *, overlay: bool = False) -> None:
         """Read all keys and decide. ``overlay``: appended rows hide older ones, and no segment moves."""
@@ -112,18 +116,12 @@ class CompactionPlan:
                 may_S &= ~rows.forgotten_S
             worth = np.nonzero((2 * needed_S >= live_S) & (needed_S > 0) & may_S)[0]
             kept = np.sort(worth[np.argsort(-needed_S[worth], kind="stable")[:MOST_RETAINED]])
-        self.retained = tuple(
-            RetainedSegment(
-                segment_id=segments[i].id,
-                stale_rows=tuple(tuple((rows.live_ST[i] - rows.needed_ST[i]).tolist()) for rows in self._groups),
-            )
-            for i in kept.tolist()
-        )
-        self._retained_ids = frozenset(one.segment_id for one in self.retained)
+        stale_ST = np.concatenate([rows.live_ST - rows.needed_ST for rows in self._groups], axis=1)
+        self.retained = {segments[i].id: stale_ST[i] for i in kept.tolist()}
 
     def idle_rows(self, group: int, place: int) -> int:
         """Return how many rows of a table move although the schedule does not use them."""
-        kept_S = np.isin([segment.id for segment in self._snapshot.segments], [*self._retained_ids])
+        kept_S = np.isin([segment.id for segment in self._snapshot.segments], [*self.retained])
         return int(self._groups[group].needed_ST[~kept_S, place].sum())
 
     def moves(self, segment: Segment, group: int, low: int, high: int) -> NDArray[np.bool_]:
@@ -131,7 +129,7 @@ class CompactionPlan:
         rows = self._groups[group]
         start = rows.first_number(segment)
         marks = rows.marks.read(start + low, start + high)
-        moved: NDArray[np.bool_] = marks == USED if segment.id in self._retained_ids else marks != STALE
+        moved: NDArray[np.bool_] = marks == USED if segment.id in self.retained else marks != STALE
         return moved
 
 

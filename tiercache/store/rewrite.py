@@ -31,7 +31,7 @@ from tiercache.store.files import check_room, paged, room_for
 from tiercache.store.layout import CHANGED_BYTES, KEY_BYTES, NEVER, Range, SegmentLayout
 from tiercache.store.row_codec import initial_rows, moved_blocks_of, row_words
 from tiercache.store.scan import scan_segments
-from tiercache.store.segment import Layout, RetainedSegment, base_layouts
+from tiercache.store.segment import Layout, base_layouts
 from tiercache.store.store_errors import StoreError, damaged
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Rewrite:
         self._first_rows = first_rows or initial_rows
         self._moves: RowFilter | None = None
         self._orders = [RowOrder(group, uses) for group in snapshot.next_groups]
-        self.retained: tuple[RetainedSegment, ...] = ()
+        self.retained: dict[int, Int64s] = {}
         """The segments that stay; valid when ``segments`` has yielded one."""
 
     def segments(self) -> Iterator[NewSegment]:

@@ -314,20 +314,6 @@ def rows_name(segment_name: str, group: int, kind: str) -> str:
     return f"{segment_name}/{group}/{kind}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RetainedSegment:
-    """A segment that a rewrite leaves where it is: all its live rows stay live, some of them stale.
-
-    Retained segments are older than all others that the commit names. A row of theirs is stale where a newer segment
-    has its key too. Rows become stale only at the commit that begins a schedule: no pass of it dumps a key whose
-    row it left here.
-    """
-
-    segment_id: int
-    stale_rows: tuple[tuple[int, ...], ...]
-    """By group, for each table: how many of its live rows are stale."""
-
-
 GROUP_COUNTS = ("first_ranges_SG", "next_uses_SG", "rows_SG", "block_rows_SG", "row_bytes_SG", "changed_SG")
 TABLE_COUNTS = ("live_ST", "stale_ST")
 COUNTS = (*GROUP_COUNTS, *TABLE_COUNTS)
