@@ -258,15 +258,10 @@ def _append(store: Store, table_name: str, keys: Int64s) -> None:
     layouts = base_layouts(groups, lambda table: keys.size * (table.name == table_name))
     no_rows = keys, np.zeros((keys.size, 1), np.float32)
     blocks = blocks_of(groups, layouts, lambda _, layout: [no_rows] if layout.rows else [])
-    before = store.commit
-    try:
+    with store.discarding():
         if keys.size:
             writer.append(BASE_PASS, layouts, blocks, store.reader.compute, within=False, stable=False, tombstone=True)
         store.overlay()
-    except BaseException:
-        if not store.closed and store.commit is before:
-            store.discard_uncommitted()
-        raise
 
 
 def _listed_by(store: Store, table_name: str, keys: Int64s) -> list[str]:

@@ -63,7 +63,7 @@ def load_rows(
         between_passes(before, store.label, "rows are imported")
     if len(store.segments) > len(store.snapshot.committed):
         raise ValueError(f"{store.label} has rows that no commit names: call discard_uncommitted() first")
-    try:
+    with store.discarding():
         _append(
             store, chunks, initial_state=initial_state, reserved_keys=reserved_keys, memory_bytes=memory_bytes,
             progress=progress or (lambda *_: None),
@@ -71,10 +71,6 @@ def load_rows(
         if before is not None:
             return store.overlay(settings=settings)
         return store.publish(Cursor(0, 0), state=b"", schedule_digest="", settings=settings or {}, environment={})
-    except BaseException:
-        if not store.closed and store.commit is before:
-            store.discard_uncommitted()
-        raise
 
 
 def load_sorted(
@@ -111,7 +107,7 @@ def load_sorted(
         for keys, fields in rows(table):
             yield keys, row_words(table.fields, fields, changed=0)
 
-    try:
+    with store.discarding():
         with ExitStack() as files:
             rewrite = Rewrite(
                 store.reader, store.snapshot, uses or NoUses(), first_rows, progress or (lambda *_: None), files,
@@ -123,10 +119,6 @@ def load_sorted(
         return store.publish(
             begin, state=state, schedule_digest=schedule_digest, settings=settings or {}, environment=environment or {}
         )
-    except BaseException:
-        if not store.closed and store.commit is None:
-            store.discard_uncommitted()
-        raise
 
 
 def _append(

@@ -38,7 +38,7 @@ from tiercache.store.opening import (
 from tiercache.store.store_errors import NotAStoreError, StoreError, StoreMissingError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tiercache.store.sharding import ShardingPlan
     from tiercache.store.table import Table
@@ -278,18 +278,9 @@ def note_folders(path: Path, folders: Sequence[str]) -> None:
 
 def noted_folders(path: Path) -> tuple[str, ...]:
     """Return the noted folders, which may hold remains of ranks. Raises StoreError if it cannot be read."""
-    try:
-        noted = json.loads(read_whole(str(path / _NOTE)))
-        if not isinstance(noted, list) or not all(isinstance(one, str) for one in noted):
-            raise ValueError("it is not a list of names")
-    except FileNotFoundError:
-        return ()
-    except (OSError, ValueError, RecursionError) as error:
-        raise StoreError(
-            f"{path / _NOTE}, which names folders of ranks that a change of ranks may have left, cannot be read "
-            f"({reason(error)}): delete it"
-        ) from error
-    return tuple(noted)
+    what = "which names folders of ranks that a change of ranks may have left"
+    noted = _json_at(path / _NOTE, what, "delete it", lambda one: isinstance(one, list) and {*map(type, one)} <= {str})
+    return tuple(noted or ())
 
 
 def delete_others(path: Path, folders: Sequence[str], left: Sequence[str] = ()) -> None:
@@ -305,20 +296,27 @@ def delete_others(path: Path, folders: Sequence[str], left: Sequence[str] = ()) 
 
 def _home_of(folder: Path, store: Path) -> Mapping[str, str] | None:
     """Return the paths in a folder's home.json, if it is outside of its store. Raises StoreError if unreadable."""
-    path = folder / HOME
     if folder.is_relative_to(store):
         return None
+
+    def fits(values: Any) -> bool:
+        return isinstance(values, dict) and {*map(type, map(values.get, ("store", "folder")))} <= {str}
+
+    advice = f"delete it if the folder belongs to the store at {store}"
+    found: Mapping[str, str] | None = _json_at(folder / HOME, "which names the store of the rank", advice, fits)
+    return found
+
+
+def _json_at(path: Path, what: str, advice: str, fits: Callable[[Any], bool]) -> Any:
+    """Return the values of a small file; None without one. Raises StoreError for a file that cannot be read."""
     try:
-        values: Any = json.loads(read_whole(str(path)))
-        if not isinstance(values, dict) or not {*map(type, map(values.get, ("store", "folder")))} <= {str}:
-            raise ValueError("it does not name two folders")
+        values = json.loads(read_whole(str(path)))
+        if not fits(values):
+            raise ValueError("it has other values")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise StoreError(
-            f"{path}, which names the store of the rank, cannot be read ({reason(error)}): delete it if the folder "
-            f"belongs to the store at {store}"
-        ) from error
+        raise StoreError(f"{path}, {what}, cannot be read ({reason(error)}): {advice}") from error
     return values
 
 
