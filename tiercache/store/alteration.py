@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.store.bits import hash_keys
+from tiercache.store.bulk_load import discarding
 from tiercache.store.checkpoint import moved_with, tensor_sizes
 from tiercache.store.commit import Commit, between_passes
 from tiercache.store.lookup import check_keys, locate
@@ -258,7 +259,7 @@ def _append(store: Store, table_name: str, keys: Int64s) -> None:
     layouts = base_layouts(groups, lambda table: keys.size * (table.name == table_name))
     no_rows = keys, np.zeros((keys.size, 1), np.float32)
     blocks = blocks_of(groups, layouts, lambda _, layout: [no_rows] if layout.rows else [])
-    with store.discarding():
+    with discarding(store):
         if keys.size:
             writer.append(BASE_PASS, layouts, blocks, store.reader.compute, within=False, stable=False, tombstone=True)
         store.overlay()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +28,18 @@ if TYPE_CHECKING:
 LOAD_BYTES = 256 << 20
 _PLAIN_KEYS = -(1 << 63) + 2
 """The smallest key that is not reserved for a shared row."""
+
+
+@contextmanager
+def discarding(store: Store) -> Iterator[None]:
+    """Drop the segments that are appended inside if it raises before they are committed."""
+    before = store.commit
+    try:
+        yield
+    except BaseException:
+        if not store.closed and store.commit is before:
+            store.discard_uncommitted()
+        raise
 
 
 def load_rows(
@@ -63,7 +75,7 @@ def load_rows(
         between_passes(before, store.label, "rows are imported")
     if len(store.segments) > len(store.snapshot.committed):
         raise ValueError(f"{store.label} has rows that no commit names: call discard_uncommitted() first")
-    with store.discarding():
+    with discarding(store):
         _append(
             store, chunks, initial_state=initial_state, reserved_keys=reserved_keys, memory_bytes=memory_bytes,
             progress=progress or (lambda *_: None),
@@ -107,7 +119,7 @@ def load_sorted(
         for keys, fields in rows(table):
             yield keys, row_words(table.fields, fields, changed=0)
 
-    with store.discarding():
+    with discarding(store):
         with ExitStack() as files:
             rewrite = Rewrite(
                 store.reader, store.snapshot, uses or NoUses(), first_rows, progress or (lambda *_: None), files,

@@ -52,7 +52,7 @@ class CommitWriter:
     def __init__(
         self, engine: Engine, loader: CommitLoader, tables: Sequence[Table], counters: Counters, retention: int | None
     ) -> None:
-        """Open at the newest commit, free unneeded blobs. Raises CorruptStoreError if one lacks, before any change."""
+        """Open at the newest commit, free unneeded blobs; raises CorruptStoreError first if a needed one is missing."""
         self._engine, self._loader, self._tables, self._counters = engine, loader, tuple(tables), counters
         self._groups, self._label, self.rank = loader.groups, loader.label, loader.rank
         self._lock = threading.RLock()
@@ -132,7 +132,7 @@ class CommitWriter:
         rewritten: bool = False,
         tombstone: bool = False,
     ) -> Segment:
-        """Write a segment that no commit names yet. ``rewritten``: it replaces others, in the groups of now."""
+        """Write a segment that no commit names yet. ``rewritten``: it replaces others, in the current groups."""
         now = self.snapshot
         groups = now.next_groups if rewritten else tombstone_groups(now.groups) if tombstone else now.groups
         check_layouts(layouts, groups)

@@ -57,7 +57,7 @@ class StoreDirectory:
         self.path = path
 
     def find(self) -> bool:
-        """Return True for a store, False for a free path. Raises NotAStoreError and FormatVersionError."""
+        """Tell a store (True) from a free path or an unfinished store. Raises NotAStoreError and FormatVersionError."""
         try:
             if "\0" in str(self.path):
                 raise ValueError("a NUL ends the name of a file")

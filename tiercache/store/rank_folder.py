@@ -277,14 +277,14 @@ def note_folders(path: Path, folders: Sequence[str]) -> None:
 
 
 def noted_folders(path: Path) -> tuple[str, ...]:
-    """Return the noted folders, which may hold remains of ranks. Raises StoreError if it cannot be read."""
+    """Return the noted folders, which may hold remains of ranks. Raises StoreError if the note cannot be read."""
     what = "which names folders of ranks that a change of ranks may have left"
     noted = _json_at(path / _NOTE, what, "delete it", lambda one: isinstance(one, list) and {*map(type, one)} <= {str})
     return tuple(noted or ())
 
 
 def delete_others(path: Path, folders: Sequence[str], left: Sequence[str] = ()) -> None:
-    """Delete the folders of other ranks, in the store's folder and in ``left``; call it with the store's lock held."""
+    """Delete folders of ranks that a store lacks, in its folder and in ``left``; call it with the store's lock held."""
     id_, current = store_id(path), [path / folder for folder in folders]
     inside = [entry.name for entry in path.glob("rank-*")]
     for folder in dict.fromkeys([*inside, *left]):

@@ -117,7 +117,7 @@ def output_row_bytes(table: Table) -> int:
 
 
 def _newest(chunks: Iterator[Rows], stale: int, label: str, *, all_rows: bool) -> Iterator[Rows]:
-    """Yield the last row of each key; not ``stale`` others (``all_rows``), or more, are CorruptStoreError."""
+    """Yield the last row of each key. Raises CorruptStoreError for more ``stale`` others, or fewer if ``all_rows``."""
     remaining = stale
     for keys, rows in whole_keys(chunks):
         last = np.append(keys[1:] != keys[:-1], True)

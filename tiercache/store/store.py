@@ -468,17 +468,6 @@ class Store(StoreReads):
         """True after ``close``."""
         return self._closed
 
-    @contextmanager
-    def discarding(self) -> Iterator[None]:
-        """Drop the segments that are appended inside if it raises before they are committed."""
-        before = self.commit
-        try:
-            yield
-        except BaseException:
-            if not self.closed and self.commit is before:
-                self.discard_uncommitted()
-            raise
-
     def discard_uncommitted(self) -> None:
         """Drop every segment appended since the newest commit, and free its blocks."""
         writer = self.commit_writer
