@@ -309,7 +309,7 @@ class RowOrder:
         return int(self.counts_RT.sum())
 
     def index_of(self, place: int, uses: Int64s) -> Int64s:
-        """Return the index of each row's first use, R for NEVER, and count the rows. Raises StoreError for other uses."""
+        """Return the index of each row's first use, R for NEVER, and count rows. Raises StoreError for other uses."""
         index = self.uses_R.searchsorted(uses)
         is_used = np.append(self.uses_R, NEVER)[index] == uses
         if not np.all(is_used):
