@@ -184,7 +184,9 @@ class _GroupRows:
                     flush_largest(sorters.values())
                     progress("sort", keys.size)
                 for place, sorter in sorters.items():
-                    schedule = schedules.get(place) or self._schedule(place, uses)
+                    if (schedule := schedules.get(place)) is None:
+                        table = self.group.tables[place]
+                        schedule = SortedCursor(hashed(table, uses.slices(table.name)), np.int64, np.int64)
                     if hashes is not None:
                         schedules[place] = schedule
                         schedule = SortedCursor(below(schedule, hashes[1]), np.int64, np.int64)
@@ -192,10 +194,6 @@ class _GroupRows:
                     sorter.close()
                 for (found,) in codes.sorted():
                     self.marks.set(found >> self._code_shift)
-
-    def _schedule(self, place: int, uses: FirstUses) -> SortedCursor:
-        table = self.group.tables[place]
-        return SortedCursor(hashed(table, uses.slices(table.name)), np.int64, np.int64)
 
     def _keys(
         self, places: range, hashes: tuple[int, int] | None, readers: ThreadPoolExecutor

@@ -16,6 +16,7 @@ import struct
 import threading
 from collections import OrderedDict
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -252,36 +253,34 @@ class ChunkCache:
                 self.num_bytes -= self._chunks.popitem(last=False)[1].size
 
 
+@dataclass(frozen=True, slots=True)
 class PagedArrays:
     """The arrays of one blob."""
 
-    def __init__(
-        self,
-        blob: str,
-        places: Mapping[str, ArrayPlace],
-        checksums: NDArray[np.uint32],
-        read: Callable[[int, NDArray[np.uint8]], None],
-        cache: ChunkCache,
-        label: str,
-    ) -> None:
-        """``read`` fills memory from a byte after the head; ``label`` is the blob's name in messages."""
-        self._blob, self._places, self._checksums, self._read = blob, places, checksums, read
-        self._cache, self._label = cache, label
+    blob: str
+    places: Mapping[str, ArrayPlace]
+    checksums: NDArray[np.uint32]
+    """CRC32C of each chunk of all arrays."""
+    read: Callable[[int, NDArray[np.uint8]], None]
+    """Fills memory from a byte after the head."""
+    cache: ChunkCache
+    label: str
+    """The name of the blob in messages."""
 
     def array(self, name: str) -> PagedArray:
         """Return an array. Raises KeyError for an unknown name."""
-        return PagedArray(self, self._places[name])
+        return PagedArray(self, self.places[name])
 
     def chunks(self, place: ArrayPlace, first: int, last: int) -> NDArray[np.uint8]:
         """Return the bytes of chunks [first, last) of an array, neighbors read together. Raises CorruptStoreError."""
         if last - first == 1:
-            kept = self._cache.get(self._blob, place.first_chunk + first)
+            kept = self.cache.get(self.blob, place.first_chunk + first)
             if kept is not None:
                 return kept
             if CHUNK_BYTES < place.num_bytes <= _WHOLE_BYTES:
                 every = self.chunks(place, 0, -(-place.num_bytes // CHUNK_BYTES))
                 return every[first * CHUNK_BYTES : last * CHUNK_BYTES]
-        found = [self._cache.get(self._blob, place.first_chunk + i) for i in range(first, last)]
+        found = [self.cache.get(self.blob, place.first_chunk + i) for i in range(first, last)]
         for is_missing, run in groupby(range(len(found)), lambda i: found[i] is None):
             if is_missing:
                 missing = [*run]
@@ -292,16 +291,16 @@ class PagedArrays:
         """Read the chunks [first + low, first + high) of an array into ``found``."""
         begin, end = (first + low) * CHUNK_BYTES, min((first + high) * CHUNK_BYTES, place.num_bytes)
         data = np.empty(end - begin, np.uint8)
-        self._read(place.begin + begin, data)
+        self.read(place.begin + begin, data)
         for i in range(low, high):
             chunk = data[(i - low) * CHUNK_BYTES : (i - low + 1) * CHUNK_BYTES]
             number = place.first_chunk + first + i
-            seen, expected = checksum(chunk), int(self._checksums[number])
+            seen, expected = checksum(chunk), int(self.checksums[number])
             if seen != expected:
                 wrong = f"has checksum {seen:08x}, but {expected:08x} was written"
-                raise damaged(f"chunk {number} of {self._label} {wrong}")
+                raise damaged(f"chunk {number} of {self.label} {wrong}")
             found[i] = chunk if high - low == 1 else chunk.copy()
-            self._cache.put(self._blob, number, found[i])  # type: ignore[arg-type]
+            self.cache.put(self.blob, number, found[i])  # type: ignore[arg-type]
 
 
 class PagedArray:
