@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import weakref
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -43,46 +43,29 @@ _TRIES, _PAUSE_SECONDS = 100, 0.01
 class CommitReader:
     """A commit, leased from a writer in another process or held in this one, until it is closed."""
 
-    def __init__(self, loader: CommitLoader, snapshot: Snapshot, *, alone: bool) -> None:
-        """``snapshot`` is held by the caller or by the class methods; ``alone``: a specific commit was requested."""
-        self._loader, self._alone, self._lease_folder = loader, alone, loader.commits.lease_folder
-        self.snapshot = snapshot
-        self._holds = ExitStack()
+    def __init__(
+        self, loader: CommitLoader, snapshot: Snapshot, *, alone: bool, holds: ExitStack | None = None
+    ) -> None:
+        """``alone``: a specific commit was requested; ``holds`` keeps it until it is closed, None: the caller does."""
+        self._loader, self._alone, self.snapshot, self._holds = loader, alone, snapshot, holds or ExitStack()
 
     @classmethod
     def leased(cls, loader: CommitLoader, at: int | None = None) -> CommitReader:
         """Lease commit ``at``, by default the newest, if leases can be taken. Raises CommitMissingError."""
         for _ in range(_TRIES):
-            head, reader = loader.commits.newest(), None
+            head = loader.commits.newest()
             try:
-                snapshot = loader.find(loader.newest(), at)
-                reader = cls(loader, snapshot, alone=at is not None)
-                if reader._take():
-                    return reader
-                reader.close()
-            except BaseException as error:
-                if reader is not None:
-                    reader.close()
-                if not isinstance(error, CorruptStoreError) or loader.commits.newest() == head:
+                with ExitStack() as holds:
+                    snapshot = loader.find(loader.newest(), at)
+                    if _lease(loader, snapshot, holds):
+                        return cls(loader, snapshot, alone=at is not None, holds=holds.pop_all())
+            except CorruptStoreError:
+                if loader.commits.newest() == head:
                     raise
             time.sleep(_PAUSE_SECONDS)  # the writer has dropped it
         raise CommitMissingError(
             f"commits of {loader.label} are dropped faster than they can be read: keep more (retention)"
         )
-
-    @classmethod
-    def pinned_in(cls, loader: CommitLoader, pinned: AbstractContextManager[Snapshot]) -> CommitReader:
-        """Hold a commit that a writer in this process pins until this is closed. Raises CommitMissingError."""
-        holds = ExitStack()
-        reader = cls(loader, holds.enter_context(pinned), alone=True)
-        reader._holds = holds
-        return reader
-
-    @classmethod
-    def of_rank(cls, loader: CommitLoader, commit: Commit) -> CommitReader:
-        """Read a rank's list in a commit that the caller holds. Raises CorruptStoreError."""
-        assert commit.head is not None, "it is written"
-        return cls(loader, Snapshot(loader.read(commit.head), loader.groups), alone=True)
 
     @cached_property
     def history(self) -> History:
@@ -117,7 +100,7 @@ class CommitReader:
             return StoreError(f"{label} was divided among other ranks while it was read: open it again")
         longer = (
             "have its writer keep freed data for longer (keep_for)"
-            if self._lease_folder is None
+            if self._loader.commits.lease_folder is None
             else "let readers write to its folder"
         )
         return CommitMissingError(
@@ -129,19 +112,18 @@ class CommitReader:
         """Give the commit up; a second time does nothing."""
         self._holds.close()
 
-    def _take(self) -> bool:
-        """Take a lease if the engine has a folder for it; return False if it came too late.
 
-        A commit that is no longer kept may lack blobs, but its own blob exists while others read it.
-        """
-        commit = self.snapshot.commit
-        lease = None
-        if commit is not None and self._lease_folder is not None:
-            lease = Lease.take(self._lease_folder, commit.id)
-        if lease is None or commit is None:
-            return True
-        self._holds.callback(lease.release)
-        return _keeps(self._loader.newest_record(), commit.id)
+def _lease(loader: CommitLoader, snapshot: Snapshot, holds: ExitStack) -> bool:
+    """Take a lease if the engine has a folder for it; return False if it came too late.
+
+    A commit that is no longer kept may lack blobs, but its own blob exists while others read it.
+    """
+    commit, folder = snapshot.commit, loader.commits.lease_folder
+    lease = None if commit is None or folder is None else Lease.take(folder, commit.id)
+    if commit is None or lease is None:
+        return True
+    holds.callback(lease.release)
+    return _keeps(loader.newest_record(), commit.id)
 
 
 def _keeps(newest: CommitRecord | None, id_: int) -> bool:
@@ -171,7 +153,7 @@ class CommitLoader:
         head = self.commits.newest()
         if head is None:
             raise damaged(f"{self.label} has no description of its contents")
-        return Snapshot(None if before_commits(head) else self.read(head), self.groups)
+        return Snapshot(None, self.groups) if before_commits(head) else self.read(head)
 
     def newest_record(self) -> CommitRecord | None:
         """Return the newest commit without the rank's list; None before the first one. Raises CorruptStoreError."""
@@ -191,33 +173,30 @@ class CommitLoader:
 
     def kept(self, kept: Kept) -> Snapshot:
         """Return an older commit that is kept."""
-        commit = self.read(kept.head)
-        if commit.id != kept.id:
-            raise damaged(f"commit {kept.id} of {self.label} is commit {commit.id}")
-        return Snapshot(commit, self.groups)
+        snapshot = self.read(kept.head)
+        if snapshot.id != kept.id:
+            raise damaged(f"commit {kept.id} of {self.label} is commit {snapshot.id}")
+        return snapshot
 
-    def read(self, head: Head) -> Commit:
+    def read(self, head: Head) -> Snapshot:
         """Read a commit, and its list of the rank. Raises CorruptStoreError."""
         name = f"{head.name} of {self.label}"
-        return self.commit(CommitRecord.from_bytes(self._blob(head, name, self.commits), name), head)
-
-    def commit(self, record: CommitRecord, head: Head) -> Commit:
-        """Return a commit with the rank's list, given only its record."""
+        record = CommitRecord.from_bytes(self._blob(head, name, self.commits), name)
         if self.rank >= len(record.ranks):
-            raise damaged(f"{head.name} of {self.label} has no rank {self.rank}")
+            raise damaged(f"{name} has no rank {self.rank}")
         rank, groups = record.ranks[self.rank], record.groups_of(self.rank)
         name = f"{rank.name} of {self.label}"
         own = RankList.from_bytes(self._blob(rank, name, self._engine), groups, self._segment, name)
         if own.rank != self.rank:
             raise damaged(f"{name} lists segments of rank {own.rank}")
-        return Commit(**vars(record), own=own, groups=groups, head=head)
+        return Snapshot(Commit(**vars(record), own=own, groups=groups, head=head), self.groups)
 
     def given_up(self, blob: Blob) -> Snapshot:
         """Return a commit that nothing names: its own checksum shows whether it is intact."""
         data = np.empty(blob.size, np.uint8)
         with self._uses.using():
             self.commits.read(ReadRequest(blob, 0, data))
-        return Snapshot(self.read(head_of(blob.name, data.tobytes())), self.groups)
+        return self.read(head_of(blob.name, data.tobytes()))
 
     def _segment(self, **of_segment: object) -> Segment:
         """Return a segment whose description is read when it is used, or the one that was made before."""

@@ -71,7 +71,8 @@ class Store(StoreReads):
         if held is not None:
             self._commits = CommitReader(loader, held.snapshot, alone=True)
         elif of is not None and at is not None and not isinstance(of._commits, CommitReader):
-            self._commits = CommitReader.pinned_in(loader, of._held(at))
+            holds = ExitStack()
+            self._commits = CommitReader(loader, holds.enter_context(of._held(at)), alone=True, holds=holds)
         elif mode == "r":
             self._commits = CommitReader.leased(loader, at)
         elif opened.ranks:
@@ -109,7 +110,9 @@ class Store(StoreReads):
         if not opened.ranks:
             open_ranks(opened, path, commit, sharding, "r", None)
         if not self.ranks:
-            readers = [CommitReader.of_rank(one.loader(self.counters), commit) for one in opened.ranks]
+            assert commit.head is not None, "it is written"
+            loaders = [one.loader(self.counters) for one in opened.ranks]
+            readers = [CommitReader(loader, loader.read(commit.head), alone=True) for loader in loaders]
             ranks = zip(opened.ranks, readers, strict=True)
             of = self._of or self  # avoids a cycle with a view, whose commit is given up once it is unused
             self.ranks = tuple(Store(one, one.path, "r", None, None, of, of_rank) for one, of_rank in ranks)
