@@ -23,7 +23,7 @@ import platform
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -136,7 +136,7 @@ class _File(NamedTuple):
             if done < stop - low:
                 if self.is_direct:
                     fcntl.fcntl(self.handle, fcntl.F_SETFL, 0)
-                    _read_nothing_ahead(self.handle)
+                    read_nothing_ahead(self.handle)
                 if (done := read_cached(self.handle, memory[: stop - low].data, low, done)) < stop - low:
                     raise BlockReadError(f"is truncated: {self.path} ends at byte {low + done:,}")
         except OSError as error:
@@ -146,26 +146,22 @@ class _File(NamedTuple):
 @contextmanager
 def _opened(path: str, size: int, *, direct: bool) -> Iterator[_File]:
     """Open a file and check its size. Raises BlockReadError."""
-    try:
-        past_cache = open_direct(path, os.O_RDONLY) if direct else None
-        handle = os.open(path, READ_FLAGS) if past_cache is None else past_cache
-    except OSError as error:
-        raise unread(path, error) from error
-    try:
+    with ExitStack() as files:
         try:
+            past_cache = open_direct(path, os.O_RDONLY) if direct else None
+            handle = os.open(path, READ_FLAGS) if past_cache is None else past_cache
+            files.callback(os.close, handle)
             seen = file_bytes(handle)
         except OSError as error:
             raise unread(path, error) from error
         if seen != size and size >= 0:
             raise BlockReadError(f"is incomplete: {path} has {seen:,} of {size:,} bytes")
         if past_cache is None:
-            _read_nothing_ahead(handle)
+            read_nothing_ahead(handle)
         yield _File(path, handle, past_cache is not None)
-    finally:
-        os.close(handle)
 
 
-def _read_nothing_ahead(handle: int) -> None:
+def read_nothing_ahead(handle: int) -> None:
     """Let the page cache read no bytes around a range."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_RANDOM)

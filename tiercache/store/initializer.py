@@ -143,20 +143,14 @@ def build(record: Any, kinds: dict[str, Any], what: str) -> Any:
             else f"{what} {kind!r} is unknown: expected one of"
         )
         raise ValueError(f"{wrong} {', '.join(kinds)}")
-    values = {name: value for name, value in record.items() if name != "kind"}
-    cls = kinds[record["kind"]]
-    allowed = [field.name for field in dataclasses.fields(cls)]
-    unknown = [name for name in values if name not in allowed]
-    if unknown:
-        choices = ", ".join(allowed) or "nothing"
-        raise ValueError(f"{what} {record['kind']!r} has no {unknown[0]!r}: it takes {choices}")
-    missing = [
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.default is dataclasses.MISSING and field.name not in values
-    ]
-    if missing:
-        raise ValueError(f"{what} {record['kind']!r} lacks {missing[0]!r}: set it to a number")
+    cls, values = kinds[kind], {name: value for name, value in record.items() if name != "kind"}
+    fields = dataclasses.fields(cls)
+    allowed = [field.name for field in fields]
+    if unknown := [name for name in values if name not in allowed]:
+        raise ValueError(f"{what} {kind!r} has no {unknown[0]!r}: it takes {', '.join(allowed) or 'nothing'}")
+    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
+    if missing := [name for name in needed if name not in values]:
+        raise ValueError(f"{what} {kind!r} lacks {missing[0]!r}: set it to a number")
     return cls(**values)
 
 

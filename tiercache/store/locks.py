@@ -87,6 +87,8 @@ class WriterLock:
         while self._handles:
             os.close(self._handles.popitem()[1])
 
+    drop = release  # a fork's copy, which releases nothing
+
     def _take(self, name: str, flags: int) -> None:
         path = self._directory / name
         with room_for(ROOM_FOR_RECORDS, path, f"the lock of the store at {self._directory}"):
@@ -248,10 +250,7 @@ _open_locks: weakref.WeakSet[WriterLock | Lease] = weakref.WeakSet()
 def _close_in_child() -> None:
     """Close a forked child's copies, which would hold locks and leases for as long as the child lives."""
     for lock in list(_open_locks):
-        if isinstance(lock, Lease):
-            lock.drop()
-        else:
-            lock.release()
+        lock.drop()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

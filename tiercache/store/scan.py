@@ -82,10 +82,8 @@ def scan_segments(
     table, group = stored.table, stored.group
     if group is None:
         return iter(())
-    firsts = {} if snapshot.commit is None else snapshot.commit.named
     forgotten = any(segment.tombstone for segment in segments)
-    last = (lambda: VersionReader(reader, firsts)) if changed or forgotten else None
-    runs = runs_of(reader, snapshot, segments, group, table, choice, last, hashes)
+    runs = runs_of(reader, snapshot, segments, group, table, choice, changed or forgotten, hashes)
     chunks = _chunks(reader, runs, table, chunk_rows or chunk_rows_of(table), memory_bytes, scratch)
     label = f"table {table.name!r} of {reader.label}"
     stale = 0 if choice is not None and alone else snapshot.stale_rows(segments, group, table)
@@ -345,21 +343,21 @@ def runs_of(
     group: Group,
     table: Table,
     choice: RowFilter | None = None,
-    changed: Callable[[], VersionReader] | None = None,
+    changed: bool = False,
     hashes: tuple[int, int] | None = None,
 ) -> list[SortedRun]:
     """Return the runs of a table in live ranges of ``segments``, which are in ``snapshot``, by segment and row.
 
-    ``changed`` makes a one-block cache for each: they may be read by turns. ``hashes``: only the rows whose hash is at
-    least the first and below the second; reads at most two key pages of each run to find them.
+    ``changed``: with last changes, and a one-block cache each, as they may be read by turns. ``hashes``: only the rows
+    whose hash is at least the first and below the second; reads at most two key pages of each run to find them.
     """
-    place, runs = group.place(table.name), []
+    place, firsts, runs = group.place(table.name), {} if snapshot.commit is None else snapshot.commit.named, []
     for segment in segments:
         layout, live = segment.layouts[group.index], snapshot.first_range(segment, group.index)
         for whole in zip(*(bounds.tolist() for bounds in layout.runs_of_table(place, live)), strict=True):
             low, high = whole if hashes is None else _rows_within(reader, segment, group, table, whole, hashes)
             if low < high:
-                last = None if changed is None else changed()
+                last = VersionReader(reader, firsts) if changed else None
                 runs.append(SortedRun(reader, segment, group, low, high, choice, last))
     return [run for run in runs if run.remaining]
 

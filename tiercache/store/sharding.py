@@ -181,8 +181,9 @@ def _check_table(name: str, table_sharding: TableSharding, num_ranks: int) -> No
     what, slices = f"the sharding of table {name!r}", table_sharding.slices
     if table_sharding.kind not in KINDS:
         raise ValueError(f"{what} is {unknown_kind(table_sharding.kind)}")
-    allowed = {"table_wise": "1 slice", "column_wise": "2 or more slices"}.get(table_sharding.kind, "no slices")
-    if (min(len(slices), 2)) != {"table_wise": 1, "column_wise": 2}.get(table_sharding.kind, 0):
+    of_kind = {"table_wise": (1, "1 slice"), "column_wise": (2, "2 or more slices")}
+    count, allowed = of_kind.get(table_sharding.kind, (0, "no slices"))
+    if min(len(slices), 2) != count:
         raise ValueError(f"{what} is {table_sharding.kind!r} with {len(slices)} slices: it has {allowed}")
     if not slices:
         return

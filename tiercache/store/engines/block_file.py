@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from tiercache.store.direct_io import DEPTH, ReadQueue, WriteQueue, address_of
+from tiercache.store.direct_io import DEPTH, ReadQueue, WriteQueue, address_of, read_nothing_ahead
 from tiercache.store.files import (
     DIRECT_BYTES,
     FULL,
@@ -172,8 +172,7 @@ class BlockFile:
         """Nothing is free until the owner calls ``occupy``."""
         access = os.O_RDONLY if readonly else os.O_RDWR
         self._handle = open_file(path, access | (os.O_CREAT if create and not readonly else 0))
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)  # ranges are read whole; no readahead
+        read_nothing_ahead(self._handle)  # ranges are read whole
         self._sparse = not readonly and self.taken_bytes < self.size
         """True if free runs may have holes, which take disk space again when they are written."""
         self._direct: int | None = None
