@@ -77,8 +77,8 @@ class RangeReader:
         for path, start, stop, size in ranges:
             low = start - start % PAGE_BYTES
             part, pages = pages[: paged(stop - low)], pages[paged(stop - low) :]
-            with _opened(path, size, direct=direct) as file:
-                file.read(low, stop, part)
+            with _opened(path, size, direct=direct) as read:
+                read(low, stop, part)
             found.append(part[start - low : stop - low])
         return found
 
@@ -92,17 +92,17 @@ class RangeReader:
         end_R = np.cumsum(room_R)
         memory = self._buffer(int(end_R[-1]))
         reads = [*zip(low_R.tolist(), stop_R.tolist(), (end_R - room_R).tolist(), end_R.tolist(), strict=True)]
-        with _opened(path, size, direct=direct) as file:
+        with _opened(path, size, direct=direct) as read:
 
-            def read(of_thread: list[tuple[int, int, int, int]]) -> None:
+            def read_all(of_thread: list[tuple[int, int, int, int]]) -> None:
                 for low, stop, begin, end in of_thread:
-                    file.read(low, stop, memory[begin:end])
+                    read(low, stop, memory[begin:end])
 
             if len(reads) == 1:
-                read(reads)
+                read_all(reads)
             else:
                 pool = _threads(os.getpid())
-                running = [pool.submit(read, reads[i::REQUESTS]) for i in range(min(len(reads), REQUESTS))]
+                running = [pool.submit(read_all, reads[i::REQUESTS]) for i in range(min(len(reads), REQUESTS))]
                 errors = [one.exception() for one in running]  # waits for all: the file is theirs
                 for error in filter(None, errors):
                     raise error
@@ -121,31 +121,12 @@ def _threads(_process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(REQUESTS, thread_name_prefix="tiercache-ranges")
 
 
-class _File(NamedTuple):
-    """An open file."""
-
-    path: str
-    handle: int
-    is_direct: bool
-    """True if it is read past the page cache."""
-
-    def read(self, low: int, stop: int, memory: NDArray[np.uint8]) -> None:
-        """Fill memory with the bytes [low, stop), past the page cache with whole pages. Raises BlockReadError."""
-        try:
-            done = read_direct(self.handle, [memory.data], low) if self.is_direct else 0
-            if done < stop - low:
-                if self.is_direct:
-                    fcntl.fcntl(self.handle, fcntl.F_SETFL, 0)
-                    read_nothing_ahead(self.handle)
-                if (done := read_cached(self.handle, memory[: stop - low].data, low, done)) < stop - low:
-                    raise BlockReadError(f"is truncated: {self.path} ends at byte {low + done:,}")
-        except OSError as error:
-            raise unread(self.path, error) from error
-
-
 @contextmanager
-def _opened(path: str, size: int, *, direct: bool) -> Iterator[_File]:
-    """Open a file and check its size. Raises BlockReadError."""
+def _opened(path: str, size: int, *, direct: bool) -> Iterator[Callable[[int, int, NDArray[np.uint8]], None]]:
+    """Open a file and check its size; yields a function that reads [low, stop) into memory. Raises BlockReadError.
+
+    With ``direct`` it reads whole pages past the page cache.
+    """
     with ExitStack() as files:
         try:
             past_cache = open_direct(path, os.O_RDONLY) if direct else None
@@ -158,7 +139,20 @@ def _opened(path: str, size: int, *, direct: bool) -> Iterator[_File]:
             raise BlockReadError(f"is incomplete: {path} has {seen:,} of {size:,} bytes")
         if past_cache is None:
             read_nothing_ahead(handle)
-        yield _File(path, handle, past_cache is not None)
+
+        def read(low: int, stop: int, memory: NDArray[np.uint8]) -> None:
+            try:
+                done = 0 if past_cache is None else read_direct(handle, [memory.data], low)
+                if done < stop - low:
+                    if past_cache is not None:
+                        fcntl.fcntl(handle, fcntl.F_SETFL, 0)
+                        read_nothing_ahead(handle)
+                    if (done := read_cached(handle, memory[: stop - low].data, low, done)) < stop - low:
+                        raise BlockReadError(f"is truncated: {path} ends at byte {low + done:,}")
+            except OSError as error:
+                raise unread(path, error) from error
+
+        yield read
 
 
 def read_nothing_ahead(handle: int) -> None:

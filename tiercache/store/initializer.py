@@ -99,11 +99,7 @@ class Checkpoint:
 Initializer = Zeros | Constant | Uniform | Normal | Checkpoint
 
 INITIALIZER_KINDS: dict[str, type[Initializer]] = {
-    "zeros": Zeros,
-    "constant": Constant,
-    "uniform": Uniform,
-    "normal": Normal,
-    "checkpoint": Checkpoint,
+    cls.__name__.lower(): cls for cls in (Zeros, Constant, Uniform, Normal, Checkpoint)
 }
 
 

@@ -250,28 +250,18 @@ def differences(first: Store, second: Store, *, progress: Callable[[int, int], N
     found, done = [], 0
     for table in first.tables:
         one, other = (_cursor(store, table) for store in (first, second))
-        only_first = only_second = different = same = 0
-        examples: list[int] = []
+        counts, examples = np.zeros(4, np.int64), list[int]()
         for (hashes, keys, rows), (second_hashes, second_keys, second_rows) in merged(one, other):
             _, first_at, second_at = np.intersect1d(hashes, second_hashes, assume_unique=True, return_indices=True)
             unequal = first_at[np.any(rows[first_at].view(np.uint32) != second_rows[second_at].view(np.uint32), axis=1)]
             left, right = np.delete(keys, first_at), np.delete(second_keys, second_at)
-            only_first, only_second = only_first + left.size, only_second + right.size
-            different, same = different + unequal.size, same + first_at.size - unequal.size
+            counts += left.size, right.size, unequal.size, first_at.size - unequal.size
             done += 2 * first_at.size + left.size + right.size
             if progress is not None:
                 progress(done, total)
             examples += np.concatenate([keys[unequal], left, right]).tolist()[: _EXAMPLES - len(examples)]
-        found.append(
-            Difference(
-                table=table.name,
-                only_first=only_first,
-                only_second=only_second,
-                different=different,
-                same=same,
-                examples=tuple(examples),
-            )
-        )
+        of_table = zip(("only_first", "only_second", "different", "same"), counts.tolist(), strict=True)
+        found.append(Difference(table=table.name, examples=tuple(examples), **dict(of_table)))
     return found
 
 

@@ -17,8 +17,15 @@ from tiercache.store.engines.engine import Counters, Engine, ReadRequest, Stored
 from tiercache.store.files import scratch_in
 from tiercache.store.layout import CHANGED, KEY_BYTES, KEY_PAGE_ROWS, KEYS, ROWS, key_page_bounds
 from tiercache.store.records import checksum
-from tiercache.store.segment import Compute, Segment, corrupt_block, first_hashes_of
-from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreClosedError, StoreError
+from tiercache.store.segment import Compute, Segment, first_hashes_of
+from tiercache.store.store_errors import (
+    ADVICE,
+    BlockReadError,
+    CorruptBlockError,
+    CorruptStoreError,
+    StoreClosedError,
+    StoreError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -228,8 +235,16 @@ class BlockReader:
                 raise self._corrupt(span.segment, span.group, span.block, words, written)
             at -= span.high - span.low
 
-    def _corrupt(self, segment: Segment, group: int, block: int, words: str, written: int | None = None) -> StoreError:
-        return self._explain(corrupt_block(self.label, segment, segment.groups[group], block, words, written))
+    def _corrupt(self, segment: Segment, group: int, block: int, seen: str, expected: int | None = None) -> StoreError:
+        """Return the error of a block that differs from what was written; ``expected`` is the checksum, if known."""
+        tables = tuple(table.name for table in segment.groups[group].tables)
+        named = ", ".join(repr(name) for name in tables[:3]) + (f" and {len(tables) - 3} more" if tables[3:] else "")
+        suffix = "" if expected is None else f", but {expected:08x} was written"
+        message = (
+            f"block {block} of segment {segment.id} (pass {segment.pass_index}; tables {named}) of {self.label} "
+            f"{seen}{suffix}: {ADVICE}, or train again from the start"
+        )
+        return self._explain(CorruptBlockError(message, segment=segment.id, block=block, tables=tables))
 
     def keys(
         self, segment: Segment, group: int, block: int, first: int = 0, last: int | None = None

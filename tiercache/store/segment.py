@@ -15,7 +15,7 @@ from tiercache.store.engines.engine import Blob, BlobRows
 from tiercache.store.key_map import KeyMap, map_entries
 from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEYS, NEVER, ROWS, Range, SegmentLayout, compressed_rows
 from tiercache.store.records import CHUNK_BYTES, decode, describe, encode, end_of, page_checksums, places_of, whole
-from tiercache.store.store_errors import ADVICE, CorruptBlockError, parsing
+from tiercache.store.store_errors import parsing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -448,19 +448,3 @@ def base_layouts(
         counts = tuple(rows(table) for table in group.tables)
         found.append(layout(group, [Range(next_use=NEVER, table_rows=counts)] if any(counts) else []))
     return tuple(found)
-
-
-def corrupt_block(
-    store: str, segment: Segment, group: Group, block: int, seen: str, expected: int | None = None
-) -> CorruptBlockError:
-    """Return the error of a block that differs from what was written; ``expected`` is the checksum, if known."""
-    tables = tuple(table.name for table in group.tables)
-    named = ", ".join(repr(name) for name in tables[:3]) + (f" and {len(tables) - 3} more" if tables[3:] else "")
-    suffix = "" if expected is None else f", but {expected:08x} was written"
-    return CorruptBlockError(
-        f"block {block} of segment {segment.id} (pass {segment.pass_index}; tables {named}) of {store} {seen}{suffix}: "
-        f"{ADVICE}, or train again from the start",
-        segment=segment.id,
-        block=block,
-        tables=tables,
-    )

@@ -354,11 +354,8 @@ class BlockFile:
         least = run_bytes - self.space.tail_bytes
         most = None if self._store_budget is None else self._store_budget // PAGE_BYTES * PAGE_BYTES - self.space.end
         if most is not None and most < least:
-            raise StoreFullError(
-                needed_bytes=num_bytes,
-                limit=f"{self.path} may hold {self._store_budget:,}",
-                advice="raise store_budget",
-            )
+            limit = f"{self.path} may hold {self._store_budget:,}"
+            raise StoreFullError(needed_bytes=num_bytes, limit=limit, advice="raise store_budget")
         ample = max(least, min(self.space.end // 32 // PAGE_BYTES * PAGE_BYTES, _MOST_GROWTH, most or _MOST_GROWTH))
         with writing(self.path, num_bytes, kept_bytes=ROOM_FOR_RECORDS):
             for growth in (ample, least):

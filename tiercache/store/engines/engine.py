@@ -261,11 +261,8 @@ class MemoryEngine:
             stored = sum(blob.data.size for blob in self.blobs.values())
         added = sum(blob.size for blob in blobs)
         if self.capacity_bytes is not None and stored + added > self.capacity_bytes:
-            raise StoreFullError(
-                needed_bytes=added,
-                limit=f"the memory engine may hold {self.capacity_bytes:,} but holds {stored:,}",
-                advice="raise capacity_bytes",
-            )
+            limit = f"the memory engine may hold {self.capacity_bytes:,} but holds {stored:,}"
+            raise StoreFullError(needed_bytes=added, limit=limit, advice="raise capacity_bytes")
         copies = [np.zeros(blob.size, np.uint8) for blob in blobs]
         for index, offset, data in checked_parts(blobs, parts, self.label):
             copies[index][offset : offset + data.size] = data

@@ -225,11 +225,8 @@ class ZarrEngine:
         if self._store_budget is not None:
             used = sum(one.size - one.dropped for one in self._inventory().values())
             if used + needed > self._store_budget:
-                raise StoreFullError(
-                    needed_bytes=needed,
-                    limit=f"the blobs of {self.label} take {used:,} and may hold {self._store_budget:,}",
-                    advice="raise store_budget",
-                )
+                limit = f"the blobs of {self.label} take {used:,} and may hold {self._store_budget:,}"
+                raise StoreFullError(needed_bytes=needed, limit=limit, advice="raise store_budget")
         needed = sum(blob.size for blob in blobs if blob.of is None or blob.of.group.compression is None)
         kept = ROOM_FOR_RECORDS if needed > ROOM_FOR_RECORDS or any(blob.of for blob in blobs) else 0
         self._garbage.wait()  # the objects being deleted may free enough

@@ -250,13 +250,8 @@ class Array(NamedTuple):
     def place(self, first: int, last: int) -> Place:
         """Return the place of rows [first, last), which are in one chunk."""
         chunk, begin = divmod(first, self.chunk_blocks * self.block_rows)
-        return Place(
-            self.key(chunk),
-            begin * self.row_bytes,
-            (last - first) * self.row_bytes,
-            self.chunk_rows * self.row_bytes,
-            min(self.chunk_rows, self.rows - first + begin) * self.row_bytes,
-        )
+        rows = begin, last - first, self.chunk_rows, min(self.chunk_rows, self.rows - first + begin)
+        return Place(self.key(chunk), *(count * self.row_bytes for count in rows))
 
     def is_whole(self, size: int) -> bool:
         """Return True if an object's size fits a chunk."""
