@@ -93,10 +93,7 @@ def checked_commit(store: Store) -> Commit:
 
 
 def altered_tables(before: Sequence[Table], requested: Iterable[Table], label: str) -> tuple[Table, ...]:
-    """Return the requested tables in the order of table ids. Raises ValueError if rows of ``before`` cannot be theirs.
-
-    A table without compression keeps the stored compression.
-    """
+    """Return the requested tables in the order of table ids. Raises ValueError if ``before`` cannot become them."""
     stored, found = {table.name: table for table in before}, []
     for table in sorted(requested, key=lambda table: table.table_id):
         old = stored.get(table.name)
@@ -123,10 +120,7 @@ def altered_tables(before: Sequence[Table], requested: Iterable[Table], label: s
 
 
 def altered_settings(commit: Commit, tables: Sequence[Table]) -> dict[str, Any]:
-    """Return the settings of a commit with other tables: a value that changes in a table's record wins.
-
-    Raises ValueError if tables of one group have several learning rates.
-    """
+    """Return the settings for other tables: changed values win. Raises ValueError for several rates in a group."""
     settings: dict[str, Any] = {**commit.settings}
     before = {table.name: table for table in commit.tables}
     own: dict[str, dict[str, Any]] = {}

@@ -294,10 +294,7 @@ _SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)
 
 
 class RowMarks:
-    """Marks of the rows 0 .. ``rows`` - 1, all IDLE at first, in a temporary file of a quarter of a byte a row.
-
-    Reads and writes whole windows of 1 MiB, however the marked rows are spread. Memory: 4 MiB.
-    """
+    """Marks of rows 0 .. ``rows`` - 1, IDLE at first, in a file of a quarter of a byte a row; takes 4 MiB."""
 
     def __init__(self, rows: int, folder: Path, what: str) -> None:
         """Raises StoreFullError."""

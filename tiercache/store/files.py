@@ -152,10 +152,7 @@ _CANNOT = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 
 
 def punch_hole(handle: int, offset: int, num_bytes: int) -> bool:
-    """Free the disk space of bytes of an open file: they read as zeros from now on.
-
-    Returns False, and changes nothing, if the system or the file system has no holes. Raises OSError.
-    """
+    """Free the disk space of bytes, which become zeros; False if the file system has no holes. Raises OSError."""
     try:
         fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     except (OSError, AttributeError):
@@ -296,10 +293,7 @@ def read_direct(handle: int, pages: Sequence[memoryview], offset: int) -> int:
 
 
 def read_cached(handle: int, out: memoryview, offset: int, done: int = 0) -> int:
-    """Fill ``out``, but the first ``done`` bytes, with bytes of a file from ``offset`` on, through the page cache.
-
-    Returns the bytes read before the file's end. Raises OSError.
-    """
+    """Fill ``out`` from byte ``done`` on with a file's bytes; returns those read before its end. Raises OSError."""
     while done < len(out) and (count := os.preadv(handle, [out[done:]], offset + done)):
         done += count
     return done

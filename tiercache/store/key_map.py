@@ -173,10 +173,7 @@ class KeyMap:
 def map_entries(
     lows: NDArray[np.uint32], first_row_R: Int64s, bucket_bits: int, print_bits: int, range_bits: int, entry_bytes: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
-    """Return (B,) and (N * entry_bytes,): entries of each bucket, and all of them, by bucket and then by row.
-
-    ``lows`` (N,) are the last 32 bits of the hashes of the rows of a layout.
-    """
+    """Return (B,) counts and (N * entry_bytes,) entries of buckets; ``lows`` (N,): the last 32 bits of hashes."""
     counts = np.zeros(1 << bucket_bits, np.uint32)
     data = np.empty((lows.size, entry_bytes), np.uint8)
     done = 0

@@ -118,10 +118,7 @@ class Recall:
     def is_learning(
         self, segment: Segment, group: int, table: int, first_range: int, runs: tuple[Int64s, Int64s], queries: Hashes
     ) -> bool:
-        """Return True if all keys should be read: nearly all are read anyway, and they fit.
-
-        runs: the first rows and last rows + 1 of the table's runs from ``first_range`` on.
-        """
+        """Return True if all keys of ``runs`` (first rows, ends) should be read: most are anyway, and they fit."""
         rows = int((runs[1] - runs[0]).sum())
         if not rows or segment.layouts[group].rows > int(_ROW) or queries.size * runs[0].size * KEY_PAGE_ROWS < rows:
             return False

@@ -104,10 +104,7 @@ class StoreDirectory:
                 sync(path.parent)
 
     def engine(self, engines: tuple[str, ...], requested: str | None) -> str:
-        """Return the engine that this store was created with.
-
-        Raises FormatVersionError if it is not among ``engines``, and ValueError if another one is ``requested``.
-        """
+        """Return the engine. Raises FormatVersionError for an unknown one, ValueError if another is ``requested``."""
         engine = self.marker().get("engine")
         if engine not in engines:
             raise FormatVersionError(

@@ -108,10 +108,7 @@ class RankFolder:
             write_json(folder / HOME, values, _HOME_BYTES, f"{HOME} of rank {self._rank}")
 
     def make(self, engine: str) -> None:
-        """Make an empty folder, durably, in place of this rank's remains.
-
-        Raises NotAStoreError if something else is here, StoreError if it belongs to a copied store, and StoreFullError.
-        """
+        """Make an empty folder, durably, in place of its remains. Raises NotAStoreError, StoreError, StoreFullError."""
         try:
             (self.path / _DRAFT).unlink(missing_ok=True)  # a kill came before the marker
             is_used = self.path.exists() and any(self.path.iterdir())

@@ -79,10 +79,7 @@ class SegmentWriter:
         self._seals: list[Future[None]] = []
 
     def write(self, engine: Engine) -> bytes:
-        """Write all blobs, then the segment's description with all checksums; return the head of that.
-
-        Raises the engine's errors, and ValueError for blocks that do not fit the layouts: nothing is left.
-        """
+        """Write all blobs, then the description; returns its head. After an error, also ValueError, nothing is left."""
         blobs = list(self._segment.blobs())
         numbers = {(blob.of.group.index, blob.name.rsplit("/", 1)[1]): i for i, blob in enumerate(blobs) if blob.of}
         with ThreadPoolExecutor(1, thread_name_prefix="tiercache-checksums") as sealer:

@@ -100,10 +100,7 @@ class Sums:
 
 
 class TensorFile:
-    """One tensor of a safetensors file; a vector counts as rows of one number.
-
-    Raises CheckpointError, in each method too.
-    """
+    """One tensor of a safetensors file; a vector counts as rows of one number. All methods raise CheckpointError."""
 
     def __init__(self, path: Path, tensor: str, header: _Header | None = None) -> None:
         self.path, self.tensor = path, tensor
@@ -187,10 +184,7 @@ class TensorFile:
         sums: Sequence[Sums],
         checksums: Checksums = page_checksums,
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Read ranges of whole chunks of the tensor, and compare the chunks with ``sums``.
-
-        Returns memory that this thread's next read uses again, and the place of each range in it.
-        """
+        """Read ranges of chunks and compare these with ``sums``; returns reused memory, and the place of each range."""
         try:
             begin, stop = self.begin + begin_R, self.begin + end_R
             data, place_R = _READER.read_many(str(self.path), begin, stop, self._status.st_size)

@@ -86,10 +86,7 @@ class ExtentAllocator:
             self.end, _ = self.runs.pop()
 
     def take(self, num_bytes: int) -> list[Run]:
-        """Take ``num_bytes`` in one run or, if none is large enough, in several; fewer if less is free.
-
-        Runs that are short for this size are skipped, so that bytes that are read together stay together.
-        """
+        """Take bytes in one run, else in several that are not short for this size; fewer if less is free."""
         i = bisect_left(self.runs, (self._next,))
         if i == len(self.runs) or self.runs[i][0] != self._next or self.runs[i][1] - self._next < num_bytes:
             i = next((i for i, (low, high) in enumerate(self.runs) if high - low >= num_bytes), -1)

@@ -168,10 +168,7 @@ def read_map(folder: Path, label: str) -> tuple[Slot, HeadRecord | None, dict[st
 
 
 def read_entries(folder: Path, name: str) -> dict[str, bytes]:
-    """Return the entry of a blob, and by name those in the same page of LMDB's tree.
-
-    Raises BlockReadError if it is missing, CorruptStoreError and StoreError.
-    """
+    """Return the entries of a blob and of others in its page. Raises BlockReadError, CorruptStoreError, StoreError."""
 
     def look(_slot: Slot, file: LmdbFile | None) -> dict[str, bytes]:
         values = [] if file is None else file.near(name.encode())

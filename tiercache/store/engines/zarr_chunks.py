@@ -80,10 +80,7 @@ def _rows(objects: Objects, arrays: Arrays, first: int, last: int) -> list[Bytes
 
 
 def split(layout: SegmentLayout, block: int, data: Bytes, field_at: int, out: Bytes) -> None:
-    """Gather one field of the rows of a block, which are page by page in ``data``, in ``out``.
-
-    ``field_at`` is the byte of a row at which the field begins; ``out`` has the field's bytes of all rows.
-    """
+    """Gather one field, at byte ``field_at`` of a row, of the rows of a block, which are page by page in ``data``."""
     first = block * layout.block_rows
     for begin, count, length in _alike(layout, first, data):
         in_pages, in_field = _places(begin, count, length, layout.row_bytes, data, field_at, out)

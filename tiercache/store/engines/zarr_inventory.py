@@ -181,10 +181,7 @@ class Garbage:
         return bool(self._since) and any(name in self._since for name in (key, *_folders_of(key, 1)))
 
     def join(self, epoch: int) -> None:
-        """Read the times of garbage from the lists of earlier writers; this writer has an epoch.
-
-        An unreadable list costs only time: its names are garbage from when they are dropped again.
-        """
+        """Read the times of garbage from the lists of earlier writers; an unreadable one costs only time."""
         self._epoch, now = epoch, time.time()
         with contextlib.suppress(OSError):
             keys = [f"{FREE}/{name}" for name in self._objects.names(FREE)]

@@ -190,10 +190,7 @@ class ShardingCodec:
         return out[begin : begin + (last - first) * self.row_bytes]
 
     def index_of(self, data: Bytes) -> NDArray[np.int64]:
-        """Return the start and size of each inner chunk: (count, 2), -1 for a missing one.
-
-        ``data`` is the index. Raises BlockReadError for one that points elsewhere than into a shard.
-        """
+        """Return start and size of each inner chunk: (count, 2), -1 for a missing one. Raises BlockReadError."""
         index = np.frombuffer(_checked(data), "<i8").reshape(-1, 2)
         present = index[index[:, 0] != -1]
         if np.any(present < 0) or np.any(present > self.most_bytes) or np.any(present.sum(axis=1) > self.most_bytes):
