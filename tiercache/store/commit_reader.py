@@ -63,9 +63,8 @@ class CommitReader:
                 if loader.commits.newest() == head:
                     raise
             time.sleep(_PAUSE_SECONDS)  # the writer has dropped it
-        raise CommitMissingError(
-            f"commits of {loader.label} are dropped faster than they can be read: keep more (retention)"
-        )
+        what = f"commits of {loader.label} are dropped faster than they can be read"
+        raise CommitMissingError(f"{what}: keep more (retention)")
 
     @cached_property
     def history(self) -> History:

@@ -406,9 +406,8 @@ class CommitWriter:
     def _check_known(self) -> None:
         """Raise StoreError if the engine's head is unknown: only opening the store again resolves that."""
         if not self.is_known:
-            raise StoreError(
-                f"a commit of {self._label} failed and may or may not exist: close the store and open it again"
-            )
+            what = f"a commit of {self._label} failed and may or may not exist"
+            raise StoreError(f"{what}: close the store and open it again")
 
     def _stand_at(self, after: Sequence[Snapshot], before: Head | None) -> None:
         """Make the last of ``after``, which is durable, the newest commit, and drop commits that are not among them."""

@@ -73,9 +73,8 @@ class SegmentLayout:
         others share. Raises ValueError for an invalid layout.
         """
         if row_bytes < 1 or page_rows < 1:
-            raise ValueError(
-                f"a layout has rows of {row_bytes} bytes and pages of {page_rows} rows: both must be at least 1"
-            )
+            found = f"rows of {row_bytes} bytes and pages of {page_rows} rows"
+            raise ValueError(f"a layout has {found}: both must be at least 1")
         self.row_bytes, self.page_rows, self.block_bytes = row_bytes, page_rows, block_bytes
         self.block_rows = block_bytes // row_bytes
         """Rows of every block but the last."""
@@ -84,9 +83,8 @@ class SegmentLayout:
         if next_use_R.size and int(next_use_R.min()) < 0:
             raise ValueError(f"next use {next_use_R.min()} of a range is not a pass: it must be 0 .. {NEVER}")
         if np.any(next_use_R[1:] <= next_use_R[:-1]):
-            raise ValueError(
-                f"the next uses of a layout are {next_use_R.tolist()}: they must increase from range to range"
-            )
+            uses = next_use_R.tolist()
+            raise ValueError(f"the next uses of a layout are {uses}: they must increase from range to range")
         if table_rows_RT.shape[0] != next_use_R.size:
             raise ValueError(f"a layout has {next_use_R.size} next uses and rows of {table_rows_RT.shape[0]} ranges")
         if table_rows_RT.size and int(table_rows_RT.min()) < 0:

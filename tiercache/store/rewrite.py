@@ -103,9 +103,8 @@ class Rewrite:
             compaction = CompactionPlan(self._reader, self._snapshot, self._uses, self._progress, self._files)
             compaction.sort()
             self.retained, self._moves = compaction.retained, compaction.moves
-            idle = {
-                table.name: compaction.idle_rows(order.group.index, place) for order, place, table in self._tables()
-            }
+            idle_rows = compaction.idle_rows
+            idle = {table.name: idle_rows(order.group.index, place) for order, place, table in self._tables()}
         least = [self._least_rows(order, idle) for order in self._orders]
         slice_size = slice_bytes(sum(rows * order.entry_bytes for rows, order in zip(least, self._orders, strict=True)))
         if self._stored is None and idle is None and not any(order.used for order in self._orders):

@@ -124,9 +124,8 @@ class SegmentWriter:
                 raise ValueError(f"append was given {len(self._missing)} blocks too few") from None
             group, block, data, keys = item[:4]
             if (group, block) not in self._missing:
-                raise ValueError(
-                    f"append was given block {block} of group {group}, which does not exist or was already given"
-                )
+                what = f"block {block} of group {group}, which does not exist or was already given"
+                raise ValueError(f"append was given {what}")
             self._missing.remove((group, block))
             keys, changed = np.ascontiguousarray(keys), np.ascontiguousarray(item[4]) if len(item) == 5 else None
             layout = self._meta[group].layout
