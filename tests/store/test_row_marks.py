@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tiercache.store import compaction_plan
 from tiercache.store.compaction_plan import IDLE, STALE, USED, RowMarks, mark_codes
+from tiercache.store.files import ScratchFile
 
 
 @settings(max_examples=60, deadline=None)
@@ -26,8 +27,10 @@ def test_marks_are_read_back(
     """In several ascending sweeps over disjoint rows, in chunks cut anywhere by windows."""
     rng = np.random.default_rng(seed)
     expected, owner = rng.choice([IDLE, STALE, USED], rows).astype(np.uint8), rng.integers(0, passes, rows)
-    with pytest.MonkeyPatch.context() as patch, RowMarks(rows, tmp_path_factory.getbasetemp(), "a test") as marks:
+    folder = tmp_path_factory.getbasetemp()
+    with pytest.MonkeyPatch.context() as patch, ScratchFile(folder, "a test") as file:
         patch.setattr(compaction_plan, "_WINDOW_ROWS", window)
+        marks = RowMarks(rows, file)
         for number in range(passes):
             mine = [np.nonzero((owner == number) & (expected == mark))[0] for mark in (STALE, USED)]
             codes = np.sort(np.concatenate([mark_codes(mine[0], STALE), mark_codes(mine[1], USED)]))
@@ -39,7 +42,8 @@ def test_marks_are_read_back(
 
 
 def test_marks_take_a_quarter_of_a_byte_a_row_and_room_only_where_rows_are_marked(tmp_path: Path) -> None:
-    with RowMarks(40_000_000, tmp_path, "a test") as marks:
+    with ScratchFile(tmp_path, "a test") as file:
+        marks = RowMarks(40_000_000, file)
         marks.set(mark_codes(np.array([39_999_999]), USED))
         marks.flush()
         assert marks.read(39_999_998, 40_000_000).tolist() == [IDLE, USED]

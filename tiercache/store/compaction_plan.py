@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from tiercache.store.scan import runs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -159,7 +158,7 @@ class _GroupRows:
         self._starts_S = np.append(0, np.cumsum(self.live_ST.sum(axis=1)))
         """(S + 1,): the number of each segment's first live row."""
         self._index = {segment.id: i for i, segment in enumerate(snapshot.segments)}
-        self.marks = files.enter_context(RowMarks(int(self._starts_S[-1]), reader.scratch, _WHAT))
+        self.marks = RowMarks(int(self._starts_S[-1]), files.enter_context(ScratchFile(reader.scratch, _WHAT)))
 
     def sort(self, uses: FirstUses, progress: Callable[[str, int], None]) -> None:
         """Mark every row."""
@@ -296,22 +295,11 @@ _SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)
 class RowMarks:
     """Marks of rows 0 .. ``rows`` - 1, IDLE at first, in a file of a quarter of a byte a row; takes 4 MiB."""
 
-    def __init__(self, rows: int, folder: Path, what: str) -> None:
+    def __init__(self, rows: int, file: ScratchFile) -> None:
         """Raises StoreFullError."""
-        self._rows = rows
-        self._file = ScratchFile(folder, what)
-        self._file.extend(-(-rows // ROWS_PER_BYTE))
+        self._rows, self._file = rows, file
+        file.extend(-(-rows // ROWS_PER_BYTE))
         self._window, self._marks = -1, np.empty(0, np.uint8)
-
-    def close(self) -> None:
-        """Free the file."""
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def set(self, codes: NDArray[np.uint64]) -> None:
         """Mark rows, given as ``mark_codes`` makes them, (n,) in ascending order. Raises StoreFullError."""
