@@ -91,8 +91,6 @@ class Engine(Protocol):
     iterable of parts of a ``put``.
     """
 
-    label: str
-    """The store's name in messages."""
     memory_bytes: int
     """Maximum size of copies of parts being written, or of one part that is larger; set by the memory plan."""
     lease_folder: Path | None
