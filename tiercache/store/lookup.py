@@ -57,8 +57,8 @@ def locate(
     """
     # The newest row of a key hides the stale one of a retained segment, even if its next use excludes it.
     least = -1 if snapshot.retained else after
-    stored = snapshot.find(table_name, reader.label)
-    search, group = _Search(stored.table.table_id, keys), stored.group
+    table, group, _ = snapshot.find(table_name, reader.label)
+    search = _Search(table.table_id, keys)
     if group is None or not search.hashes.size:
         return search.segment_ids, search.rows
     place, newest_first = group.place(table_name), reversed(snapshot.segments)
@@ -265,8 +265,8 @@ def lookup(
     """
     if missing not in MISSING:
         raise ValueError(f"missing={missing!r} is unknown: expected one of {', '.join(map(repr, MISSING))}")
-    stored = snapshot.find(table_name, reader.label)
-    table, group, keys = stored.table, stored.group, check_keys(keys)
+    table, group, before = stored = snapshot.find(table_name, reader.label)
+    keys = check_keys(keys)
     distinct, which = np.unique(keys, return_inverse=True)
     twice = distinct.size < keys.size
     keys = distinct if twice else keys
@@ -290,7 +290,7 @@ def lookup(
         fields = tuple(np.zeros((keys.size, field.width), np.float32) for field in table.fields)
     else:
         words = read_found(reader, snapshot, group.index, ids, rows, progress=count_rows)
-        if stored.before:
+        if before:
             cuts, found = np.cumsum([field.words for field in table.fields])[:-1], ids >= 0
             whole = np.zeros((keys.size, table.row_bytes // 4), np.float32)
             whole[found] = stored.rows(keys[found], np.concatenate(words, axis=1)[found])

@@ -339,13 +339,12 @@ def _changes(
     ``in_order``: in hash order, as ``scan_segments``, with the same memory. Last changes of moved rows are read only
     for blocks that have both changed and unchanged rows.
     """
-    stored = snapshot.find(table_name, reader.label)
-    table, group = stored.table, stored.group
+    table, group, before = snapshot.find(table_name, reader.label)
     changed, choice = _changed(reader, snapshot, group, since)
     if group is None:
         return
     rows = max(1, _CHANGES_BYTES // output_row_bytes(table))
-    if in_order or stored.before or snapshot.has_tombstones or snapshot.stale_rows(changed, group, table):
+    if in_order or before or snapshot.has_tombstones or snapshot.stale_rows(changed, group, table):
         # A moved row keeps its last change and a newer one has a greater: if an older copy is chosen, so is the newer.
         chunks = scan_segments(
             reader, snapshot, changed, table_name,
@@ -358,8 +357,7 @@ def _changes(
 
 def _changed_rows(reader: BlockReader, snapshot: Snapshot, table_name: str, since: int) -> int:
     """Return how many rows ``_changes`` yields. Reads last changes as it does, and keys if some rows are stale."""
-    stored = snapshot.find(table_name, reader.label)
-    table, group = stored.table, stored.group
+    table, group, _ = snapshot.find(table_name, reader.label)
     changed, choice = _changed(reader, snapshot, group, since)
     if group is None:
         return 0

@@ -6,9 +6,8 @@ training, an order of magnitude faster; test vectors check both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -140,8 +139,7 @@ def _blocks_of(
                 block, filled = block + 1, 0
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTable:
+class StoredTable(NamedTuple):
     """A table whose rows keep the layout that they were written in until the next rewrite."""
 
     table: Table

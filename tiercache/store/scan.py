@@ -78,8 +78,7 @@ def scan_segments(
 
     Raises ValueError for an unknown table and without a commit, StoreFullError and CorruptStoreError.
     """
-    stored = check_scan(reader, snapshot, table_name, chunk_rows)
-    table, group = stored.table, stored.group
+    table, group, _ = stored = check_scan(reader, snapshot, table_name, chunk_rows)
     if group is None:
         return iter(())
     forgotten = any(segment.tombstone for segment in segments)
