@@ -309,19 +309,6 @@ class Commit(CommitRecord):
         return frozenset(id_ for id_, first in self.named.items() if first < self.since)
 
     @property
-    def own_tables(self) -> tuple[Table, ...]:
-        """The tables of its rank, whole or a slice of their columns."""
-        return self.tables if self.sharding is None else self.sharding.shard_tables(self.tables, self.own.rank)
-
-    @property
-    def own_stored(self) -> tuple[tuple[Table, ...], ...]:
-        """``stored`` as its rank has them."""
-        if self.sharding is None:
-            return self.stored
-        pairs = zip(self.stored, self.stored_sharding, strict=True)
-        return tuple(sharding.shard_tables(tables, self.own.rank) for tables, sharding in pairs)
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of the dense state."""
         return self.own.state.size

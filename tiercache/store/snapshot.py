@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Commit, Cursor
+    from tiercache.store.sharding import ShardingPlan
 
     Int64s = NDArray[np.int64]
 
@@ -55,10 +57,13 @@ class Snapshot:
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """The current tables of its rank."""
+        """The current tables of its rank, whole or a slice of their columns."""
         if self.commit is not None:
-            return self.commit.own_tables
+            return self._of_rank(self.commit.tables, self.commit.sharding)
         return tuple(sorted((t for group in self.groups for t in group.tables), key=lambda table: table.table_id))
+
+    def _of_rank(self, tables: tuple[Table, ...], sharding: ShardingPlan | None) -> tuple[Table, ...]:
+        return tables if sharding is None else sharding.shard_tables(tables, self.rank)
 
     @property
     def rank(self) -> int:
@@ -74,7 +79,9 @@ class Snapshot:
     def find(self, name: str, label: str) -> StoredTable:
         """Return a table by name. Raises ValueError; ``label`` is the store's name in messages."""
         if name not in self._tables:
-            stored = () if self.commit is None else self.commit.own_stored
+            commit = self.commit
+            shardings = () if commit is None else commit.stored_sharding or repeat(None)  # None: one rank
+            stored = () if commit is None else tuple(map(self._of_rank, commit.stored, shardings))
             self._tables[name] = StoredTable.of(name, self.tables, self.groups, stored, label)
         return self._tables[name]
 
