@@ -22,7 +22,7 @@ from tests.files import flip
 from tests.store.checkpoints import DIM, ROWS, TENSOR, save, weights
 from tests.store.independent_format import read_record
 from tests.store.independent_format import xxh64 as xxhash
-from tiercache.planning.checkpoint_reads import TensorSize, expected_reads
+from tiercache.planning.capacity import TensorSize, expected_reads
 from tiercache.rows.prefetch import first_vectors, initial_vectors, read_vectors
 from tiercache.store import CheckpointError, CorruptStoreError, Cursor, Store, StoreFullError, Table, alter
 from tiercache.store.checkpoint import CheckpointRecord, CheckpointTensor, eight_bit_values

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from tiercache.errors import BudgetError
+import numpy as np
+
 from tiercache.planning.budgets import HostBudget
-from tiercache.planning.checkpoint_reads import CheckpointReads, TensorSize
-from tiercache.planning.pass_plan import Planner
+from tiercache.planning.pass_plan import Planner, least_host_budget
 from tiercache.planning.plan_file import PassPrediction, TrainingPlan
 from tiercache.store.snapshot import History
+from tiercache.store.tensor_file import CHUNK_BYTES, GAP_BYTES, READ_BYTES, Reads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.plan_file import Rates, Seconds
     from tiercache.planning.reuse import Reuse
+    from tiercache.planning.row_offsets import RowOffsets
     from tiercache.planning.store_plan import StorePlan
 
 COMMIT_INTERVALS = (2, 4, 8)
@@ -78,11 +80,7 @@ class Capacity:
 
     def least(self) -> int:
         """Return the smallest host budget that trains."""
-        try:
-            self._planner(1, 1)
-        except BudgetError as error:
-            return error.least or 1
-        return 1
+        return least_host_budget(lambda host_budget: self._planner(host_budget, 1))
 
     def curve(self, most: int) -> list[Point]:
         """Return points from the least budget up to where a later epoch reads nothing, or to ``most`` if that is less.
@@ -154,3 +152,61 @@ class Capacity:
             reuse.schedule, reuse.positions, reuse.counts, budget,
             start=0, within=False, commit_every=commit_every, end=end, stored={},
         )  # fmt: skip
+
+
+class TensorSize(NamedTuple):
+    """The size of a tensor that rows start from."""
+
+    rows: int
+    row_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointReads:
+    """The reads of a schedule of which some or all tables start from checkpoints."""
+
+    positions: RowOffsets
+    tensors: Mapping[str, TensorSize]
+    """By table that starts from a checkpoint."""
+
+    def of(self, plan: PassPlan) -> Reads:
+        """Return the reads of a pass, at most: rows of one table are spread evenly over its tensor."""
+        total = Reads()
+        for group, spec in enumerate(self.positions.groups):
+            rows_T = np.diff(self.positions.table_starts(plan.sub_dataset, group))
+            for table, rows in zip(spec.tables, rows_T.tolist(), strict=True):
+                if (tensor := self.tensors.get(table.name)) is not None and plan.generated_G[group]:
+                    new = rows * plan.generated_G[group] // max(1, plan.rows_G[group])
+                    total = total.plus(expected_reads(tensor, new))
+        return total
+
+    def rows(self, plan: PassPlan) -> int:
+        """Return the new rows of a pass in groups with tables that start from checkpoints."""
+        return sum(
+            rows
+            for rows, spec in zip(plan.generated_G, self.positions.groups, strict=True)
+            if any(table.name in self.tensors for table in spec.tables)
+        )
+
+    def how(self, reads: Reads) -> Literal["nothing", "in order", "row by row"]:
+        """Return how a pass reads: most of the tensors from end to end, or rows with gaps between them."""
+        whole = sum(one.rows * one.row_bytes for one in self.tensors.values())
+        if not reads.num_bytes:
+            return "nothing"
+        return "in order" if 2 * reads.num_bytes > whole else "row by row"
+
+
+def expected_reads(tensor: TensorSize, rows: int) -> Reads:
+    """Return the approximate cost of reading ``rows`` of a tensor that are spread evenly; close neighbors cost less.
+
+    With a share s of the chunks in use, gaps between them have lengths of a geometric distribution. Those of up to
+    GAP_BYTES are read along, so that from about a fifth of the chunks on the tensor is read from end to end.
+    """
+    if rows <= 0:
+        return Reads()
+    chunks, most = max(1, -(-tensor.rows * tensor.row_bytes // CHUNK_BYTES)), GAP_BYTES // CHUNK_BYTES
+    in_chunk = CHUNK_BYTES / tensor.row_bytes + 1  # a row may be in two chunks
+    s = float(-np.expm1(in_chunk * np.log1p(-min(rows / max(1, tensor.rows), 1 - 1e-12))))
+    share = min(1.0, s + sum(length * s * s * (1 - s) ** length for length in range(1, most + 1)))
+    num_bytes = int(share * chunks) * CHUNK_BYTES
+    return Reads(num_bytes, int(chunks * s * (1 - s) ** (most + 1)) + -(-num_bytes // READ_BYTES))

@@ -14,14 +14,14 @@ import numpy as np
 
 from tiercache.data.pass_builder import device_bytes
 from tiercache.errors import BudgetError
-from tiercache.planning.budgets import HostBudget, distance_bytes
+from tiercache.planning.budgets import MOST_SLOTS, HostBudget, distance_bytes
 from tiercache.planning.key_model import KeyModel, root, whole_rows
-from tiercache.planning.pass_plan import Planner
-from tiercache.planning.plan_file import KEY_BYTES
+from tiercache.planning.pass_plan import Planner, least_host_budget
 from tiercache.planning.reuse import PassCounts, ReuseCounts
 from tiercache.planning.row_offsets import RowOffsets
 from tiercache.planning.schedule import Schedule
 from tiercache.sizes import format_bytes, option_bytes
+from tiercache.store.layout import KEY_BYTES
 from tiercache.store.snapshot import History
 from tiercache.store.table import group_tables
 
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group, Table
 
 _MOST_PASSES = 100_000
-_MOST_ROWS = (1 << 31) - 1
-"""Slots and local ids are int32."""
 _MOST_EXPONENT = 4.0
 _ROUNDING = 1e-9
 _FITTED = 0.01
@@ -207,11 +205,7 @@ class Model:
     @cached_property
     def least_host(self) -> int:
         """The smallest host budget that trains."""
-        try:
-            self.planner(1)
-        except BudgetError as error:
-            return error.least or 1
-        return 1
+        return least_host_budget(self.planner)
 
     def divided(self, host_budget: int) -> HostBudget:
         """Return the division of a host budget."""
@@ -381,8 +375,8 @@ def _check_rows(starts: NDArray[np.int64], groups: tuple[Group, ...]) -> None:
     for group in groups:
         rows = int(starts[first + len(group.tables)] - starts[first])
         first += len(group.tables)
-        if rows > _MOST_ROWS:
+        if rows > MOST_SLOTS:
             raise BudgetError(
                 f"a pass would have {rows:,} rows of tables such as {group.tables[0].name!r}, but a device holds "
-                f"{_MOST_ROWS:,}: use a smaller device_budget or unique_per_pass, or more passes"
+                f"{MOST_SLOTS:,}: use a smaller device_budget or unique_per_pass, or more passes"
             )

@@ -6,6 +6,7 @@ because a row's stay in memory is an interval of passes.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from heapq import heappop, heappush, heapreplace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -116,11 +117,7 @@ def _fitting_end(layout: SegmentLayout, pages: PageRange, low: int, num_bytes: i
 
     Returns ``low`` if none does.
     """
-    high = pages.last
-    while low < high:
-        middle = (low + high + 1) // 2
-        if cached_bytes(layout, PageRange(pages.first, middle), grain) <= num_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return low + bisect_right(
+        range(low + 1, pages.last + 1), num_bytes,
+        key=lambda last: cached_bytes(layout, PageRange(pages.first, last), grain),
+    )  # fmt: skip

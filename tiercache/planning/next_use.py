@@ -74,7 +74,7 @@ def find_next_uses(
     for found in key_ranges(positions, keys_of, keys_per_range=keys_per_range):
         next_distance, prev_distance = distances_of(found, schedule, epoch)
         for p, (begin, end) in enumerate(itertools.pairwise(found.starts.tolist())):
-            first = positions.start(p, found.table) + found.first_P[p]
+            first = int(positions.starts_PT[p, found.table]) + found.first_P[p]
             uses.next_distance[p][first : first + end - begin] = next_distance[begin:end]
             uses.prev_distance[p][first : first + end - begin] = prev_distance[begin:end]
     return uses
@@ -82,8 +82,8 @@ def find_next_uses(
 
 def views_of(out: NDArray[np.int32], positions: RowOffsets) -> NextUses:
     """Cut ``out`` (2, all positions) into the arrays of each pass."""
-    first_P = np.concatenate([[0], np.cumsum([positions.num_rows(p) for p in range(positions.num_passes)])])
-    cuts = [slice(int(a), int(b)) for a, b in itertools.pairwise(first_P)]
+    first_P = np.cumsum([0, *positions.starts_PT[:, -1]]).tolist()
+    cuts = [slice(a, b) for a, b in itertools.pairwise(first_P)]
     return NextUses(tuple(out[0, c] for c in cuts), tuple(out[1, c] for c in cuts))
 
 

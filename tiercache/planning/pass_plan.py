@@ -139,14 +139,10 @@ class Planner:
         self._more_parts = max(0, len(self._layouts.get(self._base, ())) - 1)  # segments of the base, but the first
         self._cache = HostCache(budget.grain)
         self._counts = counts
-        self._next = start
-        self._last_capacity: int | None = None
-        self._check_budget()
-
-    @property
-    def next_pass(self) -> int:
+        self.next_pass = start
         """The pass that `plan_next` plans."""
-        return self._next
+        self._last_capacity = budget.rows
+        self._check_budget()
 
     def _dumps(self, pass_index: int, *, with_kept: bool) -> tuple[SegmentLayout, ...]:
         """Lay out the dump of ``pass_index``: ranges by next use, kept rows first if they are written too."""
@@ -179,7 +175,7 @@ class Planner:
 
     def plan_next(self) -> PassPlan:
         """Plan the next pass."""
-        pass_index, self._next = self._next, self._next + 1
+        pass_index, self.next_pass = self.next_pass, self.next_pass + 1
         first = pass_index == self._start
         sub_dataset = self._schedule.sub_dataset_of(pass_index)
         groups = self._positions.groups
@@ -220,22 +216,20 @@ class Planner:
 
     def _loads(self, source: int, group: int, pass_index: int, rows: int) -> list[Load]:
         """Plan the load of all rows that wait for a pass in the segments of an earlier one, or of the base."""
-        counts = []
-        for layouts in self._layouts.get(source, ()):
-            index = layouts[group].range_of_use(pass_index)
-            low, high = (0, 0) if index is None else layouts[group].rows_of_range(index)
-            counts.append(high - low)
-        if sum(counts) != rows:
+        found: list[tuple[int, int, int]] = []
+        for part, layouts in enumerate(self._layouts.get(source, ())):
+            if (index := layouts[group].range_of_use(pass_index)) is not None:
+                low, high = layouts[group].rows_of_range(index)
+                found.append((part, index, high - low))
+        if sum(count for *_, count in found) != rows:
             raise DatasetError(
                 f"pass {pass_index} needs {rows:,} rows that pass {source} should have dumped for it, but the store "
                 "has no such range: the dataset or its order is not the one the store was trained with"
             )
-        return [self._load(source, part, group, pass_index, count) for part, count in enumerate(counts) if count]
+        return [self._load(source, part, group, pass_index, index, count) for part, index, count in found if count]
 
-    def _load(self, source: int, part: int, group: int, pass_index: int, rows: int) -> Load:
+    def _load(self, source: int, part: int, group: int, pass_index: int, index: int, rows: int) -> Load:
         layout = self._layouts[source][part][group]
-        index = layout.range_of_use(pass_index)
-        assert index is not None, "its rows were counted"
         low, high = layout.pages_of_range(index)
         cached = self._cache.find(source, group)
         if source == pass_index - 2 and source >= self._start:
@@ -258,10 +252,7 @@ class Planner:
                 self._cache.enter(old, g, layout)
         capacity = self._budget.rows - self._reserve(pass_index)
         assert capacity >= 0, f"pass {pass_index} needs {-capacity} bytes more than was checked"
-        if self._last_capacity is not None:
-            capacity, self._last_capacity = min(capacity, self._last_capacity), capacity
-        else:
-            self._last_capacity = capacity
+        capacity, self._last_capacity = min(capacity, self._last_capacity), capacity
         num_bytes = self._cache.keep(after=pass_index, capacity=capacity)
         return dict(self._cache.pages), num_bytes, capacity
 
@@ -345,6 +336,15 @@ class Planner:
                 f"({format_bytes(smallest)}) or extract smaller passes",
                 least=smallest,
             )
+
+
+def least_host_budget(planner_of: Callable[[int], Planner]) -> int:
+    """Return the smallest host budget for which ``planner_of(host_budget)`` raises no BudgetError."""
+    try:
+        planner_of(1)
+    except BudgetError as error:
+        return error.least or 1
+    return 1
 
 
 class Plans:

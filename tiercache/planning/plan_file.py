@@ -13,6 +13,7 @@ from tiercache.errors import PlanError
 from tiercache.planning.budgets import Budgets
 from tiercache.sizes import option_bytes, parse_bytes
 from tiercache.store.files import local_path, read_whole
+from tiercache.store.layout import KEY_BYTES
 
 if TYPE_CHECKING:
     import os
@@ -26,8 +27,6 @@ Reserve = Annotated[
     int, BeforeValidator(partial(parse_bytes, least=0)), PlainSerializer(option_bytes, when_used="json")
 ]
 """A part of a budget, which may be 0."""
-KEY_BYTES = 8
-"""Bytes of the key that is written with a row."""
 _SIGNIFICANT_DIGITS = 6
 
 
@@ -116,7 +115,6 @@ class _Budgets(_Part):
     commit_every: int = Field(default=1, ge=1)
 
     def to_budgets(self) -> Budgets:
-        """Return them under the names of a cache's arguments."""
         return Budgets(
             device_budget=self.device, host_budget=self.host, eval_budget=self.evaluation, store_budget=self.store,
             commit_every=self.commit_every,

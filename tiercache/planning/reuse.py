@@ -46,10 +46,8 @@ class PassCounts:
     @classmethod
     def of(cls, positions: RowOffsets, next_TN: NDArray[np.int64], prev_TN: NDArray[np.int64]) -> PassCounts:
         """Take the rows of each of all tables by distance: (tables, longest distance + 1)."""
-        spans = [
-            slice(positions.first_table(g), positions.first_table(g) + len(group.tables))
-            for g, group in enumerate(positions.groups)
-        ]
+        bounds = np.cumsum([0, *(len(group.tables) for group in positions.groups)]).tolist()
+        spans = [slice(*pair) for pair in itertools.pairwise(bounds)]
         return cls(
             tuple(_present(next_TN[span]) for span in spans),
             tuple(_present(prev_TN[span].sum(axis=0, keepdims=True)) for span in spans),
@@ -77,12 +75,13 @@ class ReuseCounts:
 
     def of(self, pass_index: int) -> PassCounts:
         """Return the counts of a pass."""
-        name = self._schedule.sub_dataset_of(pass_index) if self._schedule.repeats else pass_index
+        schedule, name, first = self._schedule, pass_index, 0
+        if schedule.repeats:
+            name = schedule.sub_dataset_of(pass_index)
+        else:
+            first = (schedule.epoch_of(pass_index) - 1) * schedule.num_passes
         counts = self._counts.get(name)
         if counts is None:
-            first = (
-                0 if self._schedule.repeats else (self._schedule.epoch_of(pass_index) - 1) * self._schedule.num_passes
-            )
             for old in [v for v in list(self._counts) if v < first]:
                 self._counts.pop(old, None)
             counts = self._counts[name] = self._count(pass_index)
@@ -93,7 +92,7 @@ class ReuseCounts:
         p, tables = self._schedule.sub_dataset_of(pass_index), range(len(positions.tables))
         next_TN, prev_TN = np.zeros((2, len(tables), self._schedule.longest_distance + 1), dtype=np.int64)
         for table in tables:
-            span = slice(positions.start(p, table), positions.start(p, table + 1))
+            span = slice(*positions.starts_PT[p, table : table + 2])
             count_distances(uses.next_distance[p][span], self._schedule.longest_distance, next_TN[table])
             count_distances(uses.prev_distance[p][span], self._schedule.longest_distance, prev_TN[table])
         return PassCounts.of(positions, next_TN, prev_TN)

@@ -35,11 +35,8 @@ class RowOffsets:
     def of(cls, dataset: DatasetView, groups: tuple[Group, ...]) -> RowOffsets:
         """Lay out the sub-datasets of ``dataset`` for the groups of a store."""
         names = [table.name for group in groups for table in group.tables]
-        rows = np.array([[p.rows(name) for name in names] for p in dataset.passes], dtype=np.int64)
-        rows = rows.reshape(len(dataset.passes), len(names))
-        starts = np.zeros((rows.shape[0], rows.shape[1] + 1), dtype=np.int64)
-        np.cumsum(rows, axis=1, out=starts[:, 1:])
-        return cls(groups, starts)
+        rows = np.array([[0, *(p.rows(name) for name in names)] for p in dataset.passes], dtype=np.int64)
+        return cls(groups, np.cumsum(rows.reshape(len(dataset.passes), len(names) + 1), axis=1))
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -64,10 +61,6 @@ class RowOffsets:
     def first_table(self, group: int) -> int:
         """Return the index, among all tables, of the first table of ``group``."""
         return sum(len(g.tables) for g in self.groups[:group])
-
-    def start(self, sub_dataset: int, table: int) -> int:
-        """Return the first position of ``table`` in the sub-dataset."""
-        return int(self.starts_PT[sub_dataset, table])
 
     def num_rows(self, sub_dataset: int, group: int | None = None) -> int:
         """Return the rows of the sub-dataset, of one group or of all."""
@@ -96,19 +89,16 @@ class RowOffsets:
     def table_starts(self, sub_dataset: int, group: int) -> NDArray[np.int64]:
         """Return the start of each table of ``group`` within the positions of the group, and their end."""
         first = self.first_table(group)
-        last = first + len(self.groups[group].tables)
-        starts = self.starts_PT[sub_dataset, first : last + 1]
+        starts = self.starts_PT[sub_dataset, first : first + len(self.groups[group].tables) + 1]
         return starts - starts[0]  # type: ignore[no-any-return]
 
     def table_spans(self, sub_dataset: int) -> dict[str, slice]:
         """Return the range of each table's positions within its group."""
-        return {
-            table.name: slice(first, last)
-            for g, group in enumerate(self.groups)
-            for table, (first, last) in zip(
-                group.tables, pairwise(self.table_starts(sub_dataset, g).tolist()), strict=True
-            )
-        }
+        spans = dict[str, slice]()
+        for g, group in enumerate(self.groups):
+            bounds = pairwise(self.table_starts(sub_dataset, g).tolist())
+            spans |= {table.name: slice(*pair) for table, pair in zip(group.tables, bounds, strict=True)}
+        return spans
 
 
 class KeyRange(NamedTuple):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.planning.next_use import longest_distance
 from tiercache.planning.row_offsets import RowOffsets, key_ranges
 from tiercache.store.bits import mix
 from tiercache.store.records import integer
@@ -77,7 +78,7 @@ class Schedule:
     @property
     def longest_distance(self) -> int:
         """Maximum passes from one use of a key to the next: each epoch trains each sub-dataset once."""
-        return self.num_passes if self.repeats else max(1, 2 * self.num_passes - 1)
+        return self.num_passes if self.repeats else longest_distance(self.num_passes)
 
     def order_of(self, epoch: int) -> NDArray[np.int64]:
         """Return the sub-dataset at each place of ``epoch`` (negative epochs too: the past that never was)."""
@@ -93,25 +94,21 @@ class Schedule:
         return int(_order(self.num_passes, self.order, epoch)[pass_index % self.num_passes])
 
     def samples_left(self, pass_index: int, epochs: int, samples_P: Sequence[int]) -> int:
-        """Return the samples from the beginning of ``pass_index`` to the end of epoch ``epochs``; (P,) are the samples
-        of each sub-dataset.
+        """Return the samples from the beginning of ``pass_index`` to the end of epoch ``epochs``.
 
-        Looks at one epoch's order, however many there are.
+        (P,): the samples of each sub-dataset. Looks at one epoch's order, however many there are.
         """
-        epoch = self.epoch_of(pass_index)
-        trained: list[int] = self.order_of(epoch)[: pass_index - epoch * self.num_passes].tolist()
+        epoch, place = divmod(pass_index, self.num_passes)
+        trained: list[int] = self.order_of(epoch)[:place].tolist()
         return (epochs - epoch) * sum(samples_P) - sum(samples_P[i] for i in trained)
 
 
 @lru_cache(maxsize=8)
 def _order(num_passes: int, rule: OrderRule, epoch: int) -> NDArray[np.int64]:
-    order = np.arange(num_passes, dtype=np.int64)
-    if isinstance(rule, tuple):
-        return np.array(rule, dtype=np.int64)
-    if rule is not None:
-        salt = mix(np.array([rule & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64)) ^ np.uint64(epoch & 0xFFFF_FFFF_FFFF_FFFF)
-        order = np.argsort(mix(mix(order.astype(np.uint64)) ^ mix(salt)), kind="stable").astype(np.int64)
-    return order
+    if not isinstance(rule, int):
+        return np.arange(num_passes, dtype=np.int64) if rule is None else np.array(rule, dtype=np.int64)
+    salt = mix(np.array([rule & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64)) ^ np.uint64(epoch & 0xFFFF_FFFF_FFFF_FFFF)
+    return np.argsort(mix(mix(np.arange(num_passes, dtype=np.uint64)) ^ mix(salt)), kind="stable").astype(np.int64)
 
 
 SAMPLED_KEYS = 4 << 20

@@ -1,6 +1,4 @@
-"""The sharding planner: strategies that choose which ranks own the rows of each table. Deciding only, from sizes;
-nothing moves.
-"""
+"""The sharding planner: strategies that choose which ranks own the rows of each table, from sizes alone."""
 
 from __future__ import annotations
 
@@ -11,14 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.planning.sharding_rules import CostModel, ShardingRules, check_strategy
-from tiercache.store.sharding import (
-    KINDS,
-    ShardingPlan,
-    Slice,
-    TableSharding,
-    listed,
-    unknown_kind,
-)
+from tiercache.store.sharding import KINDS, ShardingPlan, Slice, TableSharding, listed, unknown_kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -187,17 +178,15 @@ def sharding_of(
 
 
 def _checked_kinds(tables: Sequence[Table], kinds: Mapping[str, str]) -> dict[str, Kind]:
-    """Check the kinds given by a user."""
     names = [table.name for table in tables]
     found: dict[str, Kind] = {}
     for name, requested in kinds.items():
         if name not in names:
             raise ValueError(f"the sharding names the unknown table {name!r}: the tables are {listed(names)}")
-        for kind in KINDS:
-            if kind == requested:
-                found[name] = kind
-        if name not in found:
+        kind = next((kind for kind in KINDS if kind == requested), None)
+        if kind is None:
             raise ValueError(f"table {name!r} is to be sharded by {unknown_kind(requested)}")
+        found[name] = kind
     return found
 
 

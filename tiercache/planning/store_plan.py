@@ -12,7 +12,7 @@ from tiercache.errors import BudgetError
 from tiercache.planning.budgets import distance_bytes, paged
 from tiercache.sizes import format_bytes
 from tiercache.store import compaction_plan, rewrite
-from tiercache.store.layout import CHANGED_BYTES, NEVER, Range
+from tiercache.store.layout import CHANGED_BYTES, KEY_BYTES, NEVER, Range
 from tiercache.store.segment import most_meta_bytes
 from tiercache.store.snapshot import History
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 RECORD_BYTES = 1 << 20
 """Records, and the engine's overhead."""
-_KEY_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,13 +113,11 @@ class StorePlan:
 
 def block_bytes(group: Group, rows: int) -> int:
     """Return the maximum bytes of a block of rows and keys in either engine: whole pages for each field."""
-    return sum(paged(4 * field.words * rows) for field in group.fields) + paged(_KEY_BYTES * rows)
+    return sum(paged(4 * field.words * rows) for field in group.fields) + paged(KEY_BYTES * rows)
 
 
 def _unfreed_bytes(history: History) -> tuple[int, int]:
-    """Return the bytes of the blocks that no pass frees, with all last changes, which dumps do not replace, and the
-    bytes of their segments' metadata.
-    """
+    """Return the bytes of the blocks that no pass frees and of all last changes, and of their segments' metadata."""
     retained = history.newest.retained
     earlier = History(history.snapshots[: _num_earlier_schedules(history.commits)]).needed.segments
     total = metadata = 0
@@ -184,9 +181,9 @@ class ReorganizePlan:
     ) -> ReorganizePlan:
         """Count the rows that may move for passes that use ``used`` distinct keys of each table, including new ones.
 
-        ``layout`` cuts the new segment into blocks. Used rows are rewritten, and unused ones of segments in which they
-        take fewer bytes than used and stale ones, or of segments that are too many to retain. Only keys decide that,
-        so the costliest are counted. ``present``: default: the blocks of ``history``.
+        ``layout`` cuts the new segment into blocks. Used rows move, and unused ones of segments in which they take
+        fewer bytes than used and stale ones, or of segments that are too many to retain. Only keys decide that, so the
+        costliest are counted. ``present``: default: the blocks of ``history``.
         """
         tables = [_TableRows.of(group, table, history, used) for group in groups for table in group.tables]
         unused = _most_unused(tables, history)
@@ -237,8 +234,6 @@ class ReorganizePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TableRows:
-    """The rows of one table."""
-
     group: int
     row_bytes: int
     used: int
@@ -252,7 +247,7 @@ class _TableRows:
     @property
     def entry_bytes(self) -> int:
         """Bytes of a row, its key and its last change."""
-        return self.row_bytes + _KEY_BYTES + CHANGED_BYTES
+        return self.row_bytes + KEY_BYTES + CHANGED_BYTES
 
     @classmethod
     def of(cls, group: Group, table: Table, history: History, used: Mapping[str, int]) -> _TableRows:
@@ -292,9 +287,7 @@ def _highest_cost(tables: Sequence[_TableRows], num_bytes: int, cost: Callable[[
 
 
 def _block_row_bytes(group: Group, layout: Layout) -> tuple[float, int, int]:
-    """Return the bytes of a row in a full block, with its key and last change, the bytes of the block, and the rows of
-    a page.
-    """
+    """Return the bytes of a row in a full block, with key and last change, those of the block, and a page's rows."""
     cut = layout(group, [Range(next_use=0, table_rows=(1,) * len(group.tables))])
     block = block_bytes(group, cut.block_rows) + paged(CHANGED_BYTES * cut.block_rows)
     return block / cut.block_rows, block, cut.page_rows
