@@ -14,6 +14,7 @@ from torch import nn
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law, write_drawn
 from benchmarks.machine import middle
+from tests.datasets import raw_batch
 from tiercache.data.raw_batch import RawBatch
 from tiercache.values.batch import Batch
 
@@ -97,7 +98,7 @@ class Drawn:
     def draw(self, index: int) -> RawBatch:
         rng, schema, samples = np.random.default_rng((5, index)), self.schema(), self.size.samples
         keys = {f.name: permuted_power_law(rng, self.size.vocabulary, samples) for f in schema.features}
-        return RawBatch.of(schema, keys, label=rng.integers(0, 2, samples).astype(np.float32))
+        return raw_batch(schema, keys, label=rng.integers(0, 2, samples).astype(np.float32))
 
 
 def dataset(folder: Path, size: Size, optimizer: str) -> tc.PassDataset:

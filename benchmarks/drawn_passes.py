@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from psutil import virtual_memory
 
 import tiercache as tc
-from tiercache.data.dataset_writer import write_sub_dataset
+from tests.datasets import raw_batch, write_sub_dataset
 from tiercache.data.manifest import Manifest, SubDatasetRecord
 from tiercache.data.raw_batch import RawBatch
 from tiercache.store.optimizer import Optimizer
@@ -71,7 +71,7 @@ class DrawnTables:
     def draw(self, index: int) -> RawBatch:
         rng = np.random.default_rng(index)
         keys = {f"f{i}": permuted_power_law(rng, self.rows, self.samples) for i in range(len(self.dims))}
-        return RawBatch.of(self.schema(), keys, label=rng.integers(0, 2, self.samples).astype(np.float32))
+        return raw_batch(self.schema(), keys, label=rng.integers(0, 2, self.samples).astype(np.float32))
 
 
 def permuted_power_law(rng: np.random.Generator, rows: int, count: int) -> NDArray[np.int64]:

@@ -49,6 +49,7 @@ from benchmarks.drawn_passes import permuted_power_law, write_drawn
 from benchmarks.machine import Goal, benchmark, files_below, of_process, say
 from benchmarks.scale_worker import TURN
 from benchmarks.window import device_need
+from tests.datasets import raw_batch
 from tiercache.data.dataset import PassDataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.planning.plan_file import TrainingPlan
@@ -109,7 +110,7 @@ class Walk:
             factor += 1
         walked = (np.arange(index * samples, (index + 1) * samples, dtype=np.int64) * factor) % rows
         keys = {"walked": walked, "drawn": permuted_power_law(rng, rows, samples)}
-        return RawBatch.of(self.schema(), keys, label=rng.integers(0, 2, samples).astype(np.float32))
+        return raw_batch(self.schema(), keys, label=rng.integers(0, 2, samples).astype(np.float32))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 import tiercache as tc
-from tiercache.data.dataset_writer import write_dataset
-from tiercache.data.raw_batch import RawBatch
+from tests.datasets import raw_batch, write_dataset
 from tiercache.store import NEVER, Cursor, Range, SegmentLayout, Store, Table, hash_keys
 from tiercache.store.files import huge_pages
 
@@ -119,7 +118,7 @@ def walk_training(folder: Path) -> tuple[Walk, Walk, Walk]:
     table = tc.Table(name="item", dim=4, optimizer=tc.optim.Adagrad(learning_rate=0.1))
     schema = tc.Schema(label="label", features=(tc.Feature(name="item", table="item"),), tables=(table,))
     parts = [np.arange(start, start + KEYS) for start in (0, KEYS // 2)]
-    batches = [RawBatch.of(schema, {"item": keys}, label=keys % 2) for keys in parts]
+    batches = [raw_batch(schema, {"item": keys}, label=keys % 2) for keys in parts]
     passes = write_dataset(folder / "passes", schema, batches)
     model = tc.EmbeddingBagCollection(schema)
     opened: list[tc.TierCache] = []

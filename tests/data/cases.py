@@ -12,15 +12,15 @@ import pyarrow.parquet as pq
 import torch
 
 import tiercache as tc
-from tiercache.data.dataset_writer import write_dataset
+from tests.datasets import raw_batch, write_dataset
 from tiercache.data.extract import extract
-from tiercache.data.raw_batch import RawBatch
 from tiercache.schema import Schema
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tiercache.data.dataset import PassDataset
+    from tiercache.data.raw_batch import RawBatch
 
 ROW_BYTES = 4 * 4 + 24
 """Device bytes of a row of ``table``."""
@@ -90,7 +90,7 @@ def write_parquet(folder: Path, columns: dict[str, Any], bounds: list[int]) -> l
 def key_batch(schema: Schema, columns: dict[str, Any], low: int, high: int) -> RawBatch:
     """Return rows [low, high) of integer columns as a batch of keys."""
     part = {name: values[low:high] for name, values in columns.items()}
-    return RawBatch.of(
+    return raw_batch(
         schema,
         {f.name: part[f.columns[0]] for f in schema.features},
         label=part[schema.label] if schema.label else None,

@@ -12,12 +12,11 @@ import pytest
 
 import tiercache as tc
 from tests.data.cases import key_batch, plain_schema, reference, rich_columns, rich_schema, table
+from tests.datasets import raw_batch, write_dataset
 from tests.files import flip
 from tiercache.data.array_file import ArrayFile, ArrayFileWriter
 from tiercache.data.dataset import PassDataset
-from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.manifest import checksum_of
-from tiercache.data.raw_batch import RawBatch
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.errors import DatasetError
 from tiercache.store.bits import hash_keys
@@ -222,7 +221,7 @@ def test_a_dataset_of_another_schema_is_refused(small: PassDataset) -> None:
 
 def test_a_hand_made_set_is_never_overwritten(tmp_path: Path, small: PassDataset) -> None:
     """Writing to an existing dataset is refused."""
-    batch = RawBatch.of(plain_schema(), {"a": [1, 2]}, label=[0, 1])
+    batch = raw_batch(plain_schema(), {"a": [1, 2]}, label=[0, 1])
     with pytest.raises(DatasetError, match="holds a dataset already"):
         write_dataset(small.path, plain_schema(), [batch])
     assert len(write_dataset(tmp_path / "new", plain_schema(), [batch])) == 1

@@ -13,8 +13,7 @@ from safetensors.numpy import load_file
 
 import tiercache as tc
 from tests.data.cases import decimals, extracted, plain_schema, table, write_parquet
-from tiercache.data.dataset_writer import write_dataset
-from tiercache.data.raw_batch import RawBatch
+from tests.datasets import raw_batch, write_dataset
 from tiercache.errors import DatasetError, SchemaError, SourceError
 from tiercache.schema import Schema
 
@@ -102,7 +101,7 @@ def test_a_dataset_without_kept_columns_has_the_bits_that_it_had(tmp_path: Path)
     """Its schema's digest does not include them, so older datasets still open."""
     schema = plain_schema()
     assert not {"keep", "labels"} & schema.to_record().keys()
-    batch = RawBatch.of(schema, {"a": np.arange(5)}, label=np.zeros(5))
+    batch = raw_batch(schema, {"a": np.arange(5)}, label=np.zeros(5))
     dataset = write_dataset(tmp_path / "out", schema, [batch])
     assert [*dataset.passes[0]._arrays.specs] == ["keys.a", "counts.a", "label", "ids"]
 
@@ -366,7 +365,7 @@ def test_the_reference_writer_makes_the_same_files(tmp_path: Path) -> None:
         split_by="rows=100", batch_multiple=1,
     )  # fmt: skip
     batches = [
-        RawBatch.of(
+        raw_batch(
             dataset.schema, {"a": columns["a"][low : low + 100]}, label=columns["y"][low : low + 100],
             columns={name: columns[name][low : low + 100] for name in ("k_uint8", "k_int64")},
         )

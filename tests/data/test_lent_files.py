@@ -10,12 +10,12 @@ import pytest
 
 from tiercache.data import text_reader
 from tiercache.data.inputs import find_inputs
-from tiercache.data.lent_files import LentFile
+from tiercache.data.text_fields import LentFile
 from tiercache.schema import Schema
 
 HELD = """
 import io, sys, threading, time
-from tiercache.data.lent_files import LentFile
+from tiercache.data.text_fields import LentFile
 
 def hold(files):
     while not ended.is_set():
@@ -30,8 +30,8 @@ ended.set()
 """
 FAILED = """
 import sys, tiercache as tc
-from tiercache.data import lent_files
-lent_files._EXIT_SECONDS = 1e9
+from tiercache.data import text_fields
+text_fields._EXIT_SECONDS = 1e9
 schema = tc.Schema(features=(tc.Feature(name="u"),), label=None, dense=())
 tc.extract(sys.argv[1], schema, sys.argv[2], device_budget="1GiB", progress=False)
 """

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import tiercache as tc
+from tests.datasets import write_dataset
 from tests.no_files import NO_FILES, at_once
 from tests.train.cases import Case, Spec, table, tiered
 from tiercache.data.array_rows import read_split_spec
-from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.inputs import find_inputs
 from tiercache.errors import DatasetError, ExtractionError, SourceError, TierCacheError
 from tiercache.planning.plan_file import TrainingPlan

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.data.cases import ROW_BYTES, key_batch, plain_schema, rich_columns, rich_schema
+from tests.datasets import raw_batch, write_dataset
 from tests.train.cases import Case, Spec, assert_same_bits, resident_result, result_of, table, tiered, train
-from tiercache.data.dataset_writer import write_dataset, write_key_sets
+from tiercache.data.dataset_writer import write_key_sets
 from tiercache.data.pass_builder import RowBudget, device_bytes, max_device_rows
-from tiercache.data.raw_batch import RawBatch
 from tiercache.data.repartition import split_cursor
 from tiercache.errors import DatasetError
 from tiercache.store import MemoryEngine, hash_keys
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from tiercache.data.raw_batch import RawBatch
 
 
 def batch_of(num_samples: int, seed: int = 0) -> RawBatch:
@@ -132,7 +134,7 @@ def test_files_of_passes_that_fit_are_linked_and_outlive_the_old_set(tmp_path: P
 
 def test_parts_for_several_devices_are_larger_than_one_device_holds(tmp_path: Path) -> None:
     """They fill the devices up to the margin; another number of devices gives another set."""
-    batch = RawBatch.of(plain_schema(), {"a": np.arange(4000)}, label=np.zeros(4000))
+    batch = raw_batch(plain_schema(), {"a": np.arange(4000)}, label=np.zeros(4000))
     old = write_dataset(tmp_path / "old", plain_schema(), [batch])
     budget = 600 * device_bytes(group_tables(old.tables)[0])
     new = tc.repartition(old, tmp_path / "new", device_budget=budget, devices=4, batch_multiple=8)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.data.cases import rich_schema, table
+from tests.datasets import write_sub_dataset
 from tiercache.data import array_file, dataset_writer
-from tiercache.data.dataset_writer import write_sub_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.data.sub_dataset import SampleBuffers, SubDataset

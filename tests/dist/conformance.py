@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
 from tests.cache_options import gathered
+from tests.datasets import write_dataset
 from tests.train.cases import Case, Spec
-from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import OOV_KEY, FeatureKeys, RawBatch
 from tiercache.dist.communicator import AnyCommunicator
 from tiercache.planning.sharding_planner import sliced

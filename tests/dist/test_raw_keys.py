@@ -15,6 +15,7 @@ from torch import nn
 
 import tiercache as tc
 from tests.cache_options import gathered
+from tests.datasets import raw_batch, write_dataset
 from tests.dist import trainings
 from tests.dist.pool import RanksPool
 from tests.dist.trainings import (
@@ -32,8 +33,7 @@ from tests.train.cases import Net, Result, open_store, result_of, table, tiered
 from tests.train.devices import shim
 from tests.train.oracle import initial_row
 from tests.train.raw import batch_arguments, key_sets
-from tiercache.data.dataset_writer import write_dataset
-from tiercache.data.raw_batch import OOV_KEY, RawBatch
+from tiercache.data.raw_batch import OOV_KEY
 from tiercache.dist.communicator import AnyCommunicator
 from tiercache.errors import KeyNotInPassError, RankError
 
@@ -435,7 +435,7 @@ def test_keys_of_no_pass_have_the_row_out_of_the_vocabulary_whichever_rank_owns_
     """In a read-only batch, as in an evaluation of passes, and while a later dataset without the row is trained."""
     schema = tc.Schema(tables=(table("a", 4),), features=(tc.Feature(name="a", table="a"),))
     keys = np.array([1, OOV_KEY, 3, 1, OOV_KEY, 5, 9, OOV_KEY])
-    write_dataset(tmp_path / "passes", schema, [RawBatch.of(schema, {"a": keys})])
+    write_dataset(tmp_path / "passes", schema, [raw_batch(schema, {"a": keys})])
 
     told = ranks_pool.run(2, evaluate_unknown, folder=str(tmp_path), asked=[700, 3])
 
@@ -445,7 +445,7 @@ def test_keys_of_no_pass_have_the_row_out_of_the_vocabulary_whichever_rank_owns_
     np.testing.assert_array_equal(told[0]["found"], [rows[OOV_KEY]])
     np.testing.assert_array_equal(told[1]["found"], [rows[OOV_KEY], rows[3]])
 
-    write_dataset(tmp_path / "later", schema, [RawBatch.of(schema, {"a": keys[keys != OOV_KEY]})])
+    write_dataset(tmp_path / "later", schema, [raw_batch(schema, {"a": keys[keys != OOV_KEY]})])
     told = ranks_pool.run(2, evaluate_unknown, folder=str(tmp_path), asked=[700, 900], dataset="later")
     np.testing.assert_array_equal(np.concatenate([one["found"] for one in told]), [rows[OOV_KEY]] * 3)
 

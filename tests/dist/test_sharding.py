@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiercache as tc
+from tests.datasets import raw_batch, write_dataset
 from tests.dist.pool import RanksPool
 from tests.dist.trainings import ONE, open_sharded
 from tests.train.cases import table
-from tiercache.data.dataset_writer import write_dataset
-from tiercache.data.raw_batch import RawBatch
 from tiercache.dist.communicator import AnyCommunicator
 from tiercache.planning.sharding_planner import sharding_of, slice_widths, sliced
 from tiercache.store.bits import HASHES
@@ -229,7 +228,7 @@ def test_costs_say_where_tables_stand(ranks_pool: RanksPool, tmp_path: Path) -> 
 def test_numbers_on_the_wire_count_as_the_cache_sends_them(tmp_path: Path) -> None:
     """Unless the costs set their size."""
     schema = tc.Schema(tables=(table("t", 64),), features=(tc.Feature(name="f", table="t"),))
-    passes = write_dataset(tmp_path, schema, [RawBatch.of(schema, {"f": np.arange(4096) % 500})])
+    passes = write_dataset(tmp_path, schema, [raw_batch(schema, {"f": np.arange(4096) % 500})])
     rules = [
         tc.ShardingRules(costs=tc.CostModel(link_bytes_per_second=link, number_bytes=number))
         for link in np.geomspace(1e6, 1e13, 60).tolist() for number in (None, 4)

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiercache as tc
+from tests.datasets import raw_batch, write_dataset
 from tests.train.cases import Case, Spec, table
-from tiercache.data.dataset_writer import write_dataset
-from tiercache.data.raw_batch import RawBatch
 from tiercache.planning.sharding_planner import TableStats, plan_sharding, sharding_of, stats_of
 from tiercache.planning.sharding_rules import STRATEGIES, CostModel
 from tiercache.store.sharding import ShardingPlan, TableSharding
@@ -178,7 +177,7 @@ def test_statistics_of_key_sets_alone_are_those_of_the_samples_that_their_keys_m
     features = (tc.Feature(name="f", table="a"), tc.Feature(name="g", table="b", hotness="multi_hot", length=3))
     schema = tc.Schema(tables=tables, features=features)
     a, b = np.arange(600) % 90, np.arange(1800) % 400
-    samples = write_dataset(tmp_path / "samples", schema, [RawBatch.of(schema, {"f": a, "g": b.reshape(600, 3)})])
+    samples = write_dataset(tmp_path / "samples", schema, [raw_batch(schema, {"f": a, "g": b.reshape(600, 3)})])
 
     assert stats_of(tc.write_key_sets(tmp_path / "keys", schema, [{"a": a, "b": b}])) == stats_of(samples)
     once = stats_of(tc.write_key_sets(tmp_path / "once", schema, [{"a": np.unique(a), "b": np.unique(b)}]))

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiercache as tc
+from tests.datasets import raw_batch, write_dataset
 from tests.files import files_of
 from tests.io.cases import all_tables, filled, random_rows, table
 from tests.store.damage import LIES, assert_sentence, places
-from tiercache.data.dataset_writer import write_dataset
-from tiercache.data.raw_batch import RawBatch
 from tiercache.errors import ImportExportError
 from tiercache.io.exporting import MANIFEST, ExportManifest
 from tiercache.io.key_set_file import export_key_sets, read_key_set
@@ -61,7 +60,7 @@ def test_the_key_sets_of_passes_are_exported(tmp_path: Path) -> None:
     )
     generator = np.random.default_rng(0)
     batches = [
-        RawBatch.of(schema, {"f": generator.integers(0, 9, 20), "g": generator.integers(0, 99, 20)}) for _ in range(3)
+        raw_batch(schema, {"f": generator.integers(0, 9, 20), "g": generator.integers(0, 99, 20)}) for _ in range(3)
     ]
     passes = write_dataset(tmp_path / "passes", schema, batches)
     export_key_sets(passes, tmp_path / "keys", "uint32")
@@ -72,7 +71,7 @@ def test_the_key_sets_of_passes_are_exported(tmp_path: Path) -> None:
             assert found.tolist() == part.keys(name).tolist()
     with pytest.raises(ImportExportError, match="exists: choose another path for the key sets"):
         export_key_sets(passes, tmp_path / "keys")
-    large = [RawBatch.of(schema, {"f": np.array([-1, 3]), "g": np.array([1, 1 << 32])})]
+    large = [raw_batch(schema, {"f": np.array([-1, 3]), "g": np.array([1, 1 << 32])})]
     with pytest.raises(ImportExportError, match="keys -1 to 3 of table 't' do not all fit uint32"):
         export_key_sets(write_dataset(tmp_path / "large", schema, large), tmp_path / "other", "uint32")
     assert not (tmp_path / "other").exists()

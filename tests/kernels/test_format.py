@@ -124,7 +124,7 @@ def test_digests_are_those_of_the_page(tmp_path: Path) -> None:
     wanted = dict(rows_below("| what | digest |"))
     tables = (tc.Table(name="item", dim=1, optimizer=tc.optim.SGD(learning_rate=0.1), initializer=tc.init.Zeros()),)
     columns = [(np.array([0, 2, 1]), np.array([5, 1, 2]))]
-    digest = write_key_set(tmp_path / "keys", tables, {"item": 3}, columns)
+    digest = write_key_set(tmp_path / "keys", tables, {"item": 3}, columns).digest
     keys = "key set of the table `item` with the keys 0, 2, 1 and the counts 5, 1, 2"
     data = (tmp_path / "keys").read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")

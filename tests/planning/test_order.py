@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tiercache as tc
+from tests.datasets import write_dataset
 from tests.train.cases import (
     SPECS,
     Case,
@@ -21,7 +22,6 @@ from tests.train.cases import (
     tiered,
     train,
 )
-from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.errors import DatasetError
 from tiercache.planning.reuse import Reuse

@@ -16,8 +16,8 @@ from torch import nn
 
 import tiercache as tc
 from tests.cache_options import gathered
+from tests.datasets import write_dataset
 from tests.train.devices import device_of_tests
-from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.data.sub_dataset import EncodedBatch, SubDataset
 from tiercache.errors import DatasetError

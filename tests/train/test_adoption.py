@@ -26,10 +26,10 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import tiercache as tc
 from tests.crash.told import finish, start
+from tests.datasets import write_dataset
 from tests.dist.pool import RanksPool
 from tests.train.cases import tiered
 from tests.train.test_fetch_ahead import ahead
-from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.dist.communicator import AnyCommunicator
 from tiercache.rows.prefetch import initial_vectors

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 import tiercache as tc
+from tests.datasets import raw_batch, write_dataset
 from tests.dist.pool import RanksPool
 from tests.train.cases import table, tiered
 from tests.train.loops import descend
 from tests.train.test_bad_input import one_sentence
-from tiercache.data.dataset_writer import write_dataset
-from tiercache.data.raw_batch import RawBatch
 from tiercache.dist.communicator import AnyCommunicator
 from tiercache.errors import StateError
 
@@ -171,7 +170,7 @@ def test_padding_is_zeros_and_is_not_trained(tmp_path: Path, mode: str, by: str)
     offsets = np.concatenate([[0], np.cumsum(chance.integers(0, 4, 12))])
     bag = np.where(chance.random(offsets[-1]) < 0.4, low, chance.integers(low, 30, offsets[-1]))
     bag = bag.astype(np.int64)
-    batch = RawBatch.of(schema, {"words": words, "bag": np.split(bag, offsets[1:-1])}, label=np.zeros(12))
+    batch = raw_batch(schema, {"words": words, "bag": np.split(bag, offsets[1:-1])}, label=np.zeros(12))
     data = write_dataset(tmp_path / "d", schema, [batch])
     given = tuple(torch.from_numpy(one) for one in (words, bag, offsets[:-1]))
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import tiercache as tc
+from tests.datasets import write_dataset
 from tests.train.cases import (
     SPECS,
     Case,
@@ -31,7 +32,6 @@ from tests.train.cases import (
 )
 from tests.train.loops import descend, train_store
 from tests.train.test_fetch_ahead import ahead
-from tiercache.data.dataset_writer import write_dataset
 from tiercache.errors import DatasetError, StateError
 from tiercache.store import CommitMissingError, TableMismatchError
 

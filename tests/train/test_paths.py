@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import tiercache as tc
+from tests.datasets import write_dataset
 from tests.files import files_of
 from tests.train.cases import Case, Spec, assert_same_bits, resident_result, result_of, table, tiered, train
-from tiercache.data.dataset_writer import write_dataset
 from tiercache.errors import BudgetError
 from tiercache.io.key_set_file import export_key_sets
 from tiercache.reporting.figures import draw_passes, read_reports, write_html

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tiercache as tc
+from tests.datasets import write_dataset
 from tests.train.cases import (
     Case,
     Net,
@@ -25,7 +26,6 @@ from tests.train.cases import (
     tiered,
     train,
 )
-from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.data.repartition import split_cursor
 from tiercache.planning.pass_plan import segments_by_pass

@@ -18,6 +18,7 @@ import numpy as np
 
 from tiercache.errors import DatasetError
 from tiercache.kernels.cpu.hashing import xxh64_strings
+from tiercache.store.files import write_cached
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -59,20 +60,14 @@ class ArrayLayout:
         """Bytes of the arrays, without checksums."""
         self.num_blocks = -(-end // BLOCK_BYTES)
         """The number of checksums."""
-        record["checksums"] = _header_entry(ArraySpec("checksums", "<u8", (self.num_blocks,)), end, end + self._sums)
+        whole = end + 8 * self.num_blocks
+        record["checksums"] = _header_entry(ArraySpec("checksums", "<u8", (self.num_blocks,)), end, whole)
         text = json.dumps(record, ensure_ascii=True).encode()
         text += b" " * (-(8 + len(text)) % 64)
         self.header = len(text).to_bytes(8, "little") + text
         """The first bytes of the file."""
-
-    @property
-    def num_bytes(self) -> int:
+        self.num_bytes = len(self.header) + whole
         """Bytes of the whole file."""
-        return len(self.header) + self.data_bytes + self._sums
-
-    @property
-    def _sums(self) -> int:
-        return 8 * self.num_blocks
 
     def offset(self, name: str, row: int = 0) -> int:
         """Return where a row of an array begins, in bytes from the first array on."""
@@ -98,13 +93,11 @@ class ArrayFile:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
-            raise DatasetError(
-                f"{label}{path} cannot be read ({error.strerror}): check its permissions and disk"
-            ) from error
+            what = f"({error.strerror}): check its permissions and disk"
+            raise DatasetError(f"{label}{path} cannot be read {what}") from error
         except ValueError as error:
-            raise DatasetError(
-                f"{label}{path} cannot be read: {error}: delete the dataset and extract it again"
-            ) from error
+            what = f"{error}: delete the dataset and extract it again"
+            raise DatasetError(f"{label}{path} cannot be read: {what}") from error
         if len(self._map) != layout.num_bytes:
             raise self._damaged(f"it has {len(self._map):,} bytes, not {layout.num_bytes:,}")
         self._first = len(layout.header)
@@ -183,8 +176,8 @@ class ArrayFileWriter:
     def write(self, name: str, row: int, values: NDArray[Any]) -> None:
         """Write rows of an array from ``row`` on. Raises OSError if the disk is full."""
         spec = self._layout.specs[name]
-        data = np.ascontiguousarray(values, spec.dtype)
-        write_all(self._file.fileno(), data, len(self._layout.header) + self._layout.offset(name, row))
+        data = bytes_of(np.ascontiguousarray(values, spec.dtype))
+        write_cached(self._file.fileno(), data, len(self._layout.header) + self._layout.offset(name, row))
 
     def finish(self) -> str:
         """Write header and checksums, and return the digest of both. The file is complete, but not synced."""
@@ -194,18 +187,10 @@ class ArrayFileWriter:
             part = block[: min(BLOCK_BYTES, self._layout.data_bytes - index * BLOCK_BYTES)]
             os.preadv(self._file.fileno(), [part.data], len(self._layout.header) + index * BLOCK_BYTES)
             sums[index] = _checksum(part)
-        write_all(self._file.fileno(), np.frombuffer(self._layout.header, np.uint8), 0)
-        write_all(self._file.fileno(), sums, len(self._layout.header) + self._layout.data_bytes)
+        write_cached(self._file.fileno(), memoryview(self._layout.header), 0)
+        write_cached(self._file.fileno(), bytes_of(sums), len(self._layout.header) + self._layout.data_bytes)
         self._file.close()
         return _digest(self._layout, sums.tobytes())
-
-
-def write_all(handle: int, values: NDArray[Any], offset: int) -> int:
-    """Write an array into a file, and return its bytes. Raises OSError if the disk is full."""
-    data, done = bytes_of(values), 0
-    while done < len(data):
-        done += os.pwrite(handle, data[done:], offset + done)
-    return done
 
 
 def bytes_of(array: Any) -> memoryview:

@@ -73,11 +73,6 @@ def _escaped_header(file: Any) -> io.BytesIO:
     return io.BytesIO(len(escaped).to_bytes(4, "little") + escaped)
 
 
-def split_files(path: Path, split: str) -> list[str]:
-    """Return the names of the files of one part of a split-binary data set, relative to its spec."""
-    return [str(chunk["files"][0]) for chunk in read_split_spec(path, split)[1]]
-
-
 def read_split_spec(path: Path, split: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return a ``feature_spec.yaml`` and the chunks of one part of its data set. Raises SourceError."""
     import yaml

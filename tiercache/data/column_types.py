@@ -21,20 +21,12 @@ if TYPE_CHECKING:
 
 Use = Literal["number", "own", "integer", "string", "part", "cut"]
 _USE_OF_KEY: dict[str, Use] = {
-    "integer": "integer",
-    "string": "string",
-    "hex": "string",
-    "bucket": "number",
-    "cross": "part",
-}
+    "integer": "integer", "string": "string", "hex": "string", "bucket": "number", "cross": "part",
+}  # fmt: skip
 _EXPECTED = {
-    "number": "numbers",
-    "own": "numbers or bools",
-    "integer": "integers",
-    "string": "strings",
-    "part": "integers or strings",
-    "cut": "numbers, strings, dates or times",
-}
+    "number": "numbers", "own": "numbers or bools", "integer": "integers", "string": "strings",
+    "part": "integers or strings", "cut": "numbers, strings, dates or times",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -260,14 +261,19 @@ def _is_key(kind: Any) -> bool:
     return bool(is_text or types.is_integer(kind) or types.is_binary(kind) or types.is_large_binary(kind))
 
 
+def as_64_bits(array: Any) -> Any:
+    """Return an array as int64, or as uint64 if it does not fit; None if it fits neither."""
+    for kind in (pa.int64(), pa.uint64()):
+        with suppress(pa.ArrowInvalid):
+            return array.cast(kind)
+    return None
+
+
 def _integers(decimals: Any) -> Any:
     """Return decimals as int64, or as uint64 if some exceed it: all 64 bits are exact."""
     wide = decimals.cast(pa.decimal256(76, decimals.type.scale))
-    for kind in (pa.int64(), pa.uint64()):
-        try:
-            return wide.cast(kind)
-        except pa.ArrowInvalid:
-            continue
+    if (found := as_64_bits(wide)) is not None:
+        return found
     values = wide.to_pylist()
     for at, value in enumerate(values):
         if value is not None and not (value == value.to_integral_value() and -_LARGEST // 2 <= value < _LARGEST):

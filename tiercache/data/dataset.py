@@ -36,23 +36,18 @@ class SubDatasetView(Protocol):
     @property
     def whole(self) -> SubDataset:
         """The sub-dataset with all its keys."""
-        ...
 
     def check_samples(self) -> None:
         """Raise DatasetError if it has a key set but no samples."""
-        ...
 
     def span(self, table: str) -> slice:
         """Return the range of local ids, in the whole sub-dataset, of the keys of a table that this rank trains."""
-        ...
 
     def rows(self, table: str) -> int:
         """Return the number of keys of a table that this rank trains."""
-        ...
 
     def keys(self, table: str) -> NDArray[np.int64]:
         """Return the keys of a table that this rank trains, in hash order."""
-        ...
 
     def read(
         self,
@@ -63,7 +58,6 @@ class SubDatasetView(Protocol):
         orders: Sequence[IdOrder] = (),
     ) -> EncodedBatch:
         """Read the samples at ``indices``, in that order, with local ids of the whole sub-dataset."""
-        ...
 
 
 class DatasetView(Protocol):
@@ -72,27 +66,22 @@ class DatasetView(Protocol):
     @property
     def path(self) -> Path:
         """The folder of the dataset."""
-        ...
 
     @property
     def schema(self) -> Schema:
         """Its schema, with ``tables``."""
-        ...
 
     @property
     def tables(self) -> tuple[Table, ...]:
         """The tables that this rank trains, in the order of table ids."""
-        ...
 
     @property
     def passes(self) -> Sequence[SubDatasetView]:
         """The sub-datasets."""
-        ...
 
     @property
     def digest(self) -> str:
         """Hexadecimal digest of the content."""
-        ...
 
 
 class PassDataset:
@@ -117,14 +106,11 @@ class PassDataset:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> PassDataset:
-        """Open the dataset in a directory.
-
-        Checks that every file exists and has the right size, and reads no content. Raises DatasetError.
-        """
+        """Open the dataset in a directory. Raises DatasetError, also if a file is missing or has another size."""
         directory = dataset_path(path)
         manifest = Manifest.read(directory)
         dataset = cls(directory, manifest)
-        sizes = {sub_dataset.path: sub_dataset.num_bytes() for sub_dataset in dataset.passes}
+        sizes = {one.path: one.num_bytes() for one in dataset.passes}
         if manifest.rare is not None:
             sizes[directory / RARE_KEYS] = key_set_layout(dataset.tables, manifest.rare.rows).num_bytes
         for file, size in sizes.items():
@@ -155,10 +141,7 @@ class PassDataset:
 
     @property
     def blocks(self) -> tuple[range, ...]:
-        """For each sub-dataset, the numbers of the blocks that ``write_key_sets(device_budget=...)`` put into it.
-
-        Without a budget each block is a sub-dataset.
-        """
+        """For each sub-dataset, the numbers of the blocks of ``write_key_sets`` in it: one if it had no budget."""
         sizes = self.manifest.options.get("blocks", [1] * len(self))
         ends = list(accumulate(sizes))
         return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
@@ -182,12 +165,12 @@ class PassDataset:
     @property
     def num_bytes(self) -> int:
         """Bytes of the files of all sub-datasets."""
-        return sum(sub_dataset.num_bytes() for sub_dataset in self.passes)
+        return sum(one.num_bytes() for one in self.passes)
 
     def rare_keys(self) -> KeySet | None:
         """Return the keys that were too rare for their own row, with counts; None without ``min_count``."""
         rare = self.manifest.rare
-        return None if rare is None else open_key_set(self.path / RARE_KEYS, self.tables, rare.rows, rare.digest)
+        return None if rare is None else open_key_set(self.path / RARE_KEYS, self.tables, rare)
 
     def check_schema(self, schema: Schema) -> None:
         """Raise DatasetError unless the dataset was extracted with an equivalent schema.
@@ -201,10 +184,7 @@ class PassDataset:
             )
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Read everything and raise DatasetError at the first damaged byte.
-
-        ``progress(done, total)`` is called with bytes.
-        """
+        """Read everything and raise DatasetError at the first damaged byte. ``progress(done, total)`` gets bytes."""
         done, total = 0, self.num_bytes
 
         def add(num_bytes: int) -> None:
@@ -216,8 +196,7 @@ class PassDataset:
         for item in self.passes:
             item.verify(add)
             item.close()
-        rare = self.rare_keys()
-        if rare is not None:
+        if (rare := self.rare_keys()) is not None:
             for table in self.tables:
                 rare.keys(table.name), rare.counts(table.name)
 

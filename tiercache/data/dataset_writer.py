@@ -1,4 +1,4 @@
-"""Datasets from arrays: with samples, or only key sets for lookups by raw key with your own loader."""
+"""Datasets of key sets alone, for lookups by raw key with your own loader."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.data.array_file import ArrayFileWriter
 from tiercache.data.dataset import PassDataset
-from tiercache.data.key_packer import KeyPacker
-from tiercache.data.keyset import write_key_set
-from tiercache.data.manifest import MANIFEST, Manifest, SubDatasetRecord, file_name, new_folder
+from tiercache.data.keyset import KeyPacker, key_schema, write_key_set
+from tiercache.data.manifest import MANIFEST, Manifest, file_name, new_folder
 from tiercache.data.pass_builder import RowBudget
 from tiercache.data.raw_batch import NULL_KEY
-from tiercache.data.sample_layout import SampleLayout, column_array
 from tiercache.errors import DatasetError
-from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
-from tiercache.schema import Feature, Schema
+from tiercache.schema import Schema
 from tiercache.schema_parts import nearest
 from tiercache.sizes import parse_bytes
-from tiercache.store.files import sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,58 +24,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.data.raw_batch import RawBatch
+    from tiercache.data.manifest import SubDatasetRecord
     from tiercache.store.table import Table
-
-
-def write_dataset(
-    out: str | Path, schema: Schema, passes: Iterable[RawBatch], options: dict[str, Any] | None = None
-) -> PassDataset:
-    """Write one pass per batch, without closing passes early, dropping rare keys or checking a budget.
-
-    The slow and obvious definition of an extraction's result. Creates ``out`` if it does not exist.
-    """
-    directory = new_folder(out)
-    if (directory / MANIFEST).exists():
-        raise DatasetError(f"{directory} holds a dataset already: choose another directory")
-    records = [write_sub_dataset(directory, index, schema, batch) for index, batch in enumerate(passes)]
-    manifest = Manifest(schema=schema, passes=tuple(records), options=options or {}, inputs=())
-    manifest.write(directory)
-    return PassDataset.open(directory)
-
-
-def write_sub_dataset(directory: Path, index: int, schema: Schema, batch: RawBatch) -> SubDatasetRecord:
-    """Write the file of one sub-dataset and return its record; the caller writes the manifest."""
-    layout = SampleLayout(schema)
-    columns: dict[str, NDArray[Any]] = {}
-    local: dict[str, NDArray[np.int32]] = {}
-    for table in schema.ordered_tables:
-        names = [f.name for f in schema.features if f.table == table.name]
-        parts = [batch.features[name].keys for name in names]
-        all_keys = np.concatenate(parts) if parts else np.empty(0, np.int64)
-        keys, inverse, counts = np.unique(all_keys, return_inverse=True, return_counts=True)
-        order = np.argsort(hash_keys(keys, table.table_id))
-        columns[f"keys.{table.name}"], columns[f"counts.{table.name}"] = keys[order], counts[order]
-        positions = np.argsort(order).astype(np.int32)[inverse]
-        ends = np.cumsum([part.size for part in parts], dtype=np.int64)[:-1]
-        local.update(zip(names, np.split(positions, ends), strict=False))
-    if batch.label is not None:
-        columns["label"] = batch.label
-    columns |= {column_array(name): column for name, column in batch.columns.items()}
-    columns |= {"dense": batch.dense, "ids": np.array([local[f.name] for f in schema.singles], np.int32).T}
-    for name, feature in batch.features.items():
-        columns[f"ids.{name}"] = local[name]
-        if feature.offsets is not None:
-            columns[f"offsets.{name}"] = feature.offsets
-        if feature.weights is not None:
-            columns[f"weights.{name}"] = feature.weights
-    rows = {table.name: columns[f"keys.{table.name}"].size for table in schema.tables}
-    values = {feature.name: local[feature.name].size for feature in layout.ragged}
-    file = layout.file(batch.num_samples, rows, values)
-    writer = ArrayFileWriter(directory / file_name(index), file)
-    for name in file.specs:
-        writer.write(name, 0, columns[name])
-    return SubDatasetRecord(samples=batch.num_samples, rows=rows, values=values, digest=writer.finish())
 
 
 _CHUNK_KEYS = 1 << 20
@@ -111,12 +56,7 @@ def write_key_sets(
     directory with a dataset, BudgetError for a block that exceeds the budget alone, and ValueError for anything but
     integers.
     """
-    if isinstance(tables, Schema):
-        schema = tables
-    else:
-        tables = tuple(tables)
-        features = tuple(Feature(name=t.name, table=t.name, hotness="ragged") for t in tables)
-        schema = Schema(features=features, tables=tables)
+    schema = tables if isinstance(tables, Schema) else key_schema(tables)
     directory = new_folder(out)
     if (directory / MANIFEST).exists():
         raise DatasetError(f"{directory} holds a dataset already: choose another directory")
@@ -175,11 +115,8 @@ def _write_packed(
     packer = KeyPacker(tables, budget)
 
     def close() -> SubDatasetRecord:
-        path = directory / file_name(len(blocks))
         blocks.append(packer.num_blocks)
-        rows, digest = packer.write(path)
-        sync(path)
-        return SubDatasetRecord(samples=0, rows=rows, values=None, digest=digest)
+        return packer.write(directory / file_name(len(blocks) - 1))
 
     for number, keys in enumerate(given):
         where = f"block {number}"
@@ -197,7 +134,6 @@ def _write_packed(
 
 
 def _check_tables(where: str, schema: Schema, keys: Mapping[str, Any]) -> None:
-    """Raise DatasetError unless keys are given by table names."""
     if not isinstance(keys, Mapping):
         raise DatasetError(f"{where} is {type(keys).__name__}: pass a mapping from tables to their keys")
     known = {table.name for table in schema.tables}
@@ -214,10 +150,7 @@ def _write(directory: Path, index: int, schema: Schema, keys: Mapping[str, Any])
     tables = schema.ordered_tables
     columns = [_column(table, f"sub-dataset {index}", keys.get(table.name, ())) for table in tables]
     rows = {table.name: unique.size for table, (unique, _) in zip(tables, columns, strict=True)}
-    path = directory / file_name(index)
-    digest = write_key_set(path, tables, rows, columns)
-    sync(path)
-    return SubDatasetRecord(samples=0, rows=rows, values=None, digest=digest)
+    return write_key_set(directory / file_name(index), tables, rows, columns)
 
 
 def _column(table: Table, where: str, keys: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import operator
 import struct
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,14 +15,19 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from tiercache.data.column_types import kind_of
+from tiercache.data.columns import as_64_bits
 from tiercache.data.raw_batch import NULL_KEY, RESERVED, FeatureKeys, RawBatch
 from tiercache.kernels.cpu.hashing import xxh64_strings, xxh64_words
+from tiercache.kernels.cpu.unique_keys import in_turn
 from tiercache.store.bits import xxh64
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from tiercache.data.source import Source, SourceBatch
+    from tiercache.kernels.cpu.unique_keys import Run
     from tiercache.schema import Feature, Schema
 
 
@@ -31,8 +36,7 @@ _EXACT_BELOW = {pa.float16(): 1 << 11, pa.float32(): 1 << 24, pa.float64(): 1 <<
 """Floats of a type represent all whole numbers below it exactly; a larger one may be rounded."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Nulls:
+class _Nulls(NamedTuple):
     """The treatment of null and NaN in a column of numbers."""
 
     advice: str
@@ -45,22 +49,29 @@ _LABEL = _Nulls('a label must be a finite number: correct it, drop the row, or s
 _WEIGHT = _Nulls("a weight must be a finite number: correct it")
 
 
-def encode(schema: Schema, batch: SourceBatch, *, hashed: bool = True) -> RawBatch:
+def encode(schema: Schema, batch: SourceBatch, *, hashed: bool = True, run: Run = in_turn) -> RawBatch:
     """Encode the rows of a source batch as samples. Raises SourceError naming file, row and column.
 
-    hashed: False checks everything, but puts zeros in place of hashes and compiles nothing.
+    hashed: False checks everything, but puts zeros in place of hashes and compiles nothing. run: encodes features and
+    columns, on several threads or not.
     """
-    features = {f.name: encode_feature(f, batch, hashed=hashed) for f in schema.features}
-    return RawBatch(encode_label(schema, batch), encode_dense(schema, batch), features, encode_kept(schema, batch))
+    makers: list[Callable[[], Any]] = [partial(_feature, f, batch, hashed) for f in schema.features]
+    makers += [partial(make, schema, batch) for make in (_label, _dense, _kept)]
+    made: list[Any] = [None] * len(makers)
+
+    def make(index: int) -> None:
+        made[index] = makers[index]()
+
+    run(partial(make, index) for index in range(len(makers)))
+    *features, label, dense, kept = made
+    return RawBatch(label, dense, dict(zip((f.name for f in schema.features), features, strict=True)), kept)
 
 
-def encode_label(schema: Schema, batch: SourceBatch) -> NDArray[np.float32] | None:
-    """Return the labels (n,); None if the schema has none."""
+def _label(schema: Schema, batch: SourceBatch) -> NDArray[np.float32] | None:
     return None if schema.label is None else _reals(batch, schema.label, _LABEL)
 
 
-def encode_dense(schema: Schema, batch: SourceBatch) -> NDArray[np.float32]:
-    """Return the dense features (n, D)."""
+def _dense(schema: Schema, batch: SourceBatch) -> NDArray[np.float32]:
     dense = np.empty((batch.columns.num_rows, len(schema.dense)), np.float32)
     for place, spec in enumerate(schema.dense):
         rule = _Nulls(
@@ -71,7 +82,7 @@ def encode_dense(schema: Schema, batch: SourceBatch) -> NDArray[np.float32]:
     return dense
 
 
-def encode_kept(schema: Schema, batch: SourceBatch) -> dict[str, NDArray[Any]]:
+def _kept(schema: Schema, batch: SourceBatch) -> dict[str, NDArray[Any]]:
     """Return several labels and kept columns by name, (n,) each, in their own dtypes.
 
     A null in a kept column of floats is NaN. Raises SourceError for other nulls, for labels that are not finite, and
@@ -113,9 +124,8 @@ def _in_dtype(batch: SourceBatch, column: str, dtype: np.dtype[Any], *, is_label
 def _integers_of_decimals(batch: SourceBatch, column: str, array: Any, dtype: np.dtype[Any]) -> Any:
     """Return decimals without nulls as integers, exactly. Raises SourceError for one that does not fit the dtype."""
     wide = array.cast(pa.decimal256(76, array.type.scale))
-    for kind in (pa.int64(), pa.uint64()):
-        with suppress(pa.ArrowInvalid):
-            return wide.cast(kind)
+    if (found := as_64_bits(wide)) is not None:
+        return found
     least, most = (0, 1) if dtype.kind == "b" else (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
     at = next(n for n, one in enumerate(wide.to_pylist()) if one != one.to_integral_value() or not least <= one <= most)
     raise batch.error(at, column, _unfit(array[at], dtype))
@@ -125,8 +135,7 @@ def _unfit(value: Any, dtype: np.dtype[Any]) -> str:
     return f"it is {value.as_py()}, which {dtype} cannot represent: set a different dtype"
 
 
-def encode_feature(feature: Feature, batch: SourceBatch, *, hashed: bool = True) -> FeatureKeys:
-    """Return the keys of one feature; several threads may encode features of one batch."""
+def _feature(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
     return (_single if feature.hotness == "one_hot" else _list)(feature, batch, hashed)
 
 
@@ -150,10 +159,10 @@ def _reals(
     if rule.fill is not None:
         missing = np.isnan(out)
         if array.null_count:
-            missing |= array.is_null().to_numpy(zero_copy_only=False)
+            missing |= _null_mask(array)
         out[missing] = rule.fill
     elif array.null_count:
-        at = int(array.is_null().to_numpy(zero_copy_only=False).argmax())
+        at = int(_null_mask(array).argmax())
         raise batch.error(_row(at, lengths), column, f"it is null, but {rule.advice}")
     is_finite = np.isfinite(out)
     if not is_finite.all():
@@ -186,7 +195,7 @@ def _single(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
             words_NC[:, place] = _words(array, hashed)
             if array.null_count:
                 nulls = _null_mask(array)
-                _check_nulls(feature, batch, nulls, column)
+                _check_nulls(feature, batch, nulls, column, None)
                 is_null |= nulls
         keys = _bounded(feature, xxh64_words(words_NC)) if hashed else np.zeros(rows, np.int64)
         keys[is_null] = NULL_KEY
@@ -201,7 +210,7 @@ def _list(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
     array = batch.columns.column(column)
     is_null, lengths, values = _unpack(array)
     if is_null.any():
-        _check_nulls(feature, batch, is_null, column)
+        _check_nulls(feature, batch, is_null, column, None)
     if feature.length is not None:
         wrong = ~is_null & (lengths != feature.length)
         if wrong.any():
@@ -378,21 +387,11 @@ def _unpack(array: Any) -> tuple[NDArray[np.bool_], NDArray[np.int64], Any]:
     lengths = pc.list_value_length(array)
     if array.null_count:
         lengths = pc.if_else(pc.is_valid(array), lengths, 0)
-    return (
-        _null_mask(array),
-        lengths.to_numpy(zero_copy_only=False).astype(np.int64),
-        _with_plain_nulls(array.flatten()),
-    )
+    lengths_N = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+    return _null_mask(array), lengths_N, _with_plain_nulls(array.flatten())
 
 
-def _check_nulls(
-    feature: Feature,
-    batch: SourceBatch,
-    nulls: NDArray[np.bool_],
-    column: str,
-    lengths: NDArray[np.int64] | None = None,
-) -> None:
-    """Raise SourceError for the first null, unless the feature embeds nulls."""
+def _check_nulls(feature: Feature, batch: SourceBatch, nulls: NDArray[np.bool_], column: str, lengths: Any) -> None:
     if feature.null == "error":
         what = f'it is null, an error for feature {feature.name!r}: set null = "embed" in the schema, or drop the row'
         raise batch.error(_row(int(nulls.argmax()), lengths), column, what)
@@ -414,11 +413,10 @@ def _spread(values: NDArray[Any], is_value: NDArray[np.bool_], fill: float) -> N
 
 
 def key_of(*values: str | bytes | int | None, num_buckets: int | None = None) -> int:
-    """Return the int64 key that extraction gives to a value, or to a cross of several values.
+    """Return the int64 key that extraction gives to a value, or to a cross of several values in the schema's order.
 
-    One string or byte string: its hash, the key of a feature with ``key = "string"``. One integer: itself. Several
-    values: the key of a cross of columns with these values, in the order of the schema. None, alone or in a cross: the
-    key of the null row. ``num_buckets``: as for the feature in the schema, if it has buckets.
+    One string or byte string: its hash, the key of a feature with ``key = "string"``. One integer: itself. None, alone
+    or in a cross: the key of the null row. ``num_buckets``: as for the feature in the schema, if it has buckets.
 
     >>> store.lookup("user", np.array([tc.key_of("alice")]))
 
@@ -436,30 +434,19 @@ def key_of(*values: str | bytes | int | None, num_buckets: int | None = None) ->
         words = [xxh64(struct.pack(f"<{len(words)}Q", *words))]
     if num_buckets:
         return words[0] % num_buckets
+    key = words[0] - (1 << 64) if words[0] >> 63 else words[0]
     if len(values) > 1 or isinstance(values[0], str | bytes):
-        return _off_reserved(words[0])
-    if _signed(words[0]) <= RESERVED[1]:
+        return key if key > RESERVED[1] else key + 2  # a hash moves by 2
+    if key <= RESERVED[1]:
         raise ValueError(f"key {values[0]} is reserved: keys start at {RESERVED[1] + 1}")
-    return _signed(words[0])
+    return key
 
 
 def _word(value: str | bytes | int) -> int:
     """Return the 64 bits of a value: an integer itself, the hash of a string."""
-    if isinstance(value, str):
-        return xxh64(value.encode())
-    if isinstance(value, bytes):
-        return xxh64(value)
+    if isinstance(value, str | bytes):
+        return xxh64(value.encode() if isinstance(value, str) else value)
     number = operator.index(value)
     if not -(1 << 63) <= number < 1 << 64:
         raise ValueError(f"{number} does not fit in 64 bits: a key is an integer from -2**63 to 2**63 - 1")
     return number & ((1 << 64) - 1)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
-
-
-def _off_reserved(word: int) -> int:
-    """Return a hash as a key; a hash equal to a reserved key moves by 2."""
-    key = _signed(word)
-    return key + 2 if key <= RESERVED[1] else key

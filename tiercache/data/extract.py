@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-import errno
 import warnings
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.data.dataset import PassDataset
-from tiercache.data.encode import check_first_rows, encode_dense, encode_feature, encode_kept, encode_label
+from tiercache.data.encode import check_first_rows, encode
 from tiercache.data.extraction_progress import ExtractionProgress, ProgressReporter
 from tiercache.data.extraction_resources import MemoryShares, Workers
-from tiercache.data.frequency import FrequencyFilter, KeyCounter, decide, run_name
+from tiercache.data.frequency import FrequencyFilter, KeyCounter, count_keys
 from tiercache.data.inputs import check_read, find_inputs
-from tiercache.data.keyset import open_key_set
 from tiercache.data.manifest import RARE_KEYS, VERSION, Manifest, file_name, is_finished
 from tiercache.data.open_pass import PassCloser
-from tiercache.data.pass_builder import Cut, Cutter, PassBuilder, RowBudget
-from tiercache.data.pass_builder import device_bytes as row_device_bytes
-from tiercache.data.raw_batch import RawBatch
-from tiercache.data.resume import ExtractionState, WorkFolder, check_names, check_rules, check_same
-from tiercache.data.sample_layout import SampleLayout
+from tiercache.data.pass_builder import Cut, Cutter, PassBuilder, group_bytes
+from tiercache.data.resume import ExtractionState, WorkFolder, check_names, check_rules, check_same, reopened
 from tiercache.data.source import Source
-from tiercache.data.stages import Job
+from tiercache.data.stages import Job, extract_on
 from tiercache.errors import ExtractionError
 from tiercache.schema import Schema
 from tiercache.sizes import parse_bytes
-from tiercache.store.files import is_url, local_path
+from tiercache.store.files import FULL, is_url, local_path
 from tiercache.store.records import as_integer
-from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from tiercache.data.inputs import InputFile
     from tiercache.data.manifest import SubDatasetRecord
+    from tiercache.data.raw_batch import RawBatch
     from tiercache.data.source import SourceBatch
 
 
@@ -112,7 +106,7 @@ def extract(
     schema = _with_dtypes(schema, inputs, out)
     options: dict[str, Any] = {
         "schema": schema.digest,
-        "groups": [[[t.name for t in g.tables], row_device_bytes(g)] for g in group_tables(schema.tables)],
+        "groups": group_bytes(schema.tables),
         "device_budget": device_bytes,
         "split_by": split_by,
         "batch_multiple": batch_multiple,
@@ -136,7 +130,7 @@ def extract(
             )
         if not append or not any(record not in old for record in records):
             check_names(manifest.schema.source.columns, names, out)
-            dataset = _finished(out, manifest, schema, options, old if append else records)
+            dataset = reopened(out, manifest, schema, options, old if append else records)
             with closing(ProgressReporter(progress, 0)) as reporter:
                 reporter.passes = len(dataset)
                 reporter.finish(dataset.samples, f"{label}: {dataset.summary}, already extracted", "")
@@ -151,13 +145,11 @@ def extract(
     check_first_rows(schema, source)
     memory = MemoryShares.plan(memory_bytes, source.decoding_bytes)
     begin = ExtractionState(options=options, inputs=records, passes=kept, version=VERSION, names=names)
+    job = Job(
+        schema=schema, cut=cut, unit=batch_multiple, device_bytes=device_bytes, devices=devices,
+        memory_bytes=memory_bytes, workers=workers or 1, with_samples=samples,
+    )  # fmt: skip
     if dask is not None:
-        from tiercache.data.stages import extract_on
-
-        job = Job(
-            schema=schema, cut=cut, unit=batch_multiple, device_bytes=device_bytes, devices=devices,
-            memory_bytes=memory_bytes, workers=workers or 1, with_samples=samples,
-        )  # fmt: skip
         with _disk_errors(out):
             dataset = extract_on(dask, job, inputs, begin, label, progress)
         _warn_of_small(dataset.manifest.passes[:-1], cut, batch_multiple)
@@ -170,16 +162,16 @@ def extract(
     ):
         state = ExtractionState.read(work.path) or begin
         state.check_same(begin, out)
-        run = _Extraction(source, SampleLayout(schema), work, memory, reporter, pool)
-        rare_filter = None
+        run = _Extraction(job, source, work, memory, reporter, pool)
+        rare_keys = None
         if min_count > 1:
-            if not state.is_counted:
-                state = run.count(state)
-            rare_filter = run.decide(state, earlier, min_count)
-        rows = RowBudget(schema.tables, device_bytes, devices)
-        state = run.number(state, cut, batch_multiple, rows, rare_filter, with_samples=samples)
+            state = state if state.is_counted else run.count(state)
+            rare_keys = FrequencyFilter(
+                schema, state, earlier, min_count=min_count, folder=work.path, num_bytes=memory.keys
+            )
+        state = run.number(state, rare_keys)
         check_read(inputs, has_rows=len(state.passes) > len(kept))
-        rare = None if rare_filter is None else rare_filter.write_rare(out / RARE_KEYS)
+        rare = None if rare_keys is None else rare_keys.write_rare(out / RARE_KEYS)
         Manifest(schema=schema, passes=state.passes, options=options, inputs=records, rare=rare).write(out)
         work.remove()
         _warn_of_small(state.passes[:-1], cut, batch_multiple)
@@ -200,7 +192,6 @@ def _with_dtypes(schema: Schema, inputs: Sequence[InputFile], out: Path) -> Sche
 
 
 def _local(out: str | Path) -> Path:
-    """Return the absolute path of the dataset. Raises ExtractionError."""
     try:
         return local_path(out, "a dataset that one machine writes", "pass a path, or dask= to write it on a cluster")
     except ValueError as error:
@@ -209,27 +200,15 @@ def _local(out: str | Path) -> Path:
 
 @contextmanager
 def _disk_errors(out: Path) -> Iterator[None]:
-    """Convert errors of a full disk to an ExtractionError."""
     try:
         yield
     except OSError as error:
-        if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+        if error.errno not in FULL:
             raise
         raise ExtractionError(
             f"{out} has no space left ({error.strerror}): free some space there, or raise ulimit -f; closed passes "
             "stay, and the same command resumes"
         ) from error
-
-
-def _finished(
-    out: Path, manifest: Manifest, schema: Schema, options: dict[str, Any], records: tuple[dict[str, Any], ...]
-) -> PassDataset:
-    """Return the finished dataset in ``out`` if its options and inputs are the requested ones."""
-    check_same(manifest.options, manifest.inputs, options, records, out)
-    WorkFolder(out).remove()  # left if the extraction was killed at its end
-    if manifest.schema != schema:
-        replace(manifest, schema=schema).write(out)  # with other dims, optimizers, initializers or seeds
-    return PassDataset.open(out)
 
 
 def _warn_of_small(passes: Sequence[SubDatasetRecord], cut: Cut, batch_multiple: int) -> None:
@@ -245,54 +224,26 @@ def _warn_of_small(passes: Sequence[SubDatasetRecord], cut: Cut, batch_multiple:
 
 @dataclass(frozen=True)
 class _Extraction:
-    """One extraction, from its source to its folder."""
-
+    job: Job
     source: Source
-    layout: SampleLayout
     work: WorkFolder
     memory: MemoryShares
     reporter: ProgressReporter
     workers: Workers
 
     def count(self, state: ExtractionState) -> ExtractionState:
-        """Count all keys into runs on disk, and write the state with every run."""
-        counter = KeyCounter(self.layout.schema, self.memory.keys, self.workers)
+        """Count all keys into runs on disk."""
+        counter = KeyCounter(self.job.schema, self.memory.keys, self.workers)
 
-        def write_run() -> tuple[SubDatasetRecord, ...]:
-            return (*state.runs, counter.write_run(self.work.path / run_name(len(state.runs))))
+        def encoded() -> Generator[tuple[RawBatch, int, int], None, None]:
+            for batch in self._batches(state):
+                yield self._encoded(batch), batch.file_index, batch.first_row + batch.columns.num_rows
+                self._report(batch)
 
         self.reporter.begin("count")
-        for batch in self._batches(state):
-            is_full = counter.add(self._encoded(batch))
-            self._report(batch)
-            if is_full:
-                row = batch.first_row + batch.columns.num_rows
-                state = replace(state, runs=write_run(), file_index=batch.file_index, row=row)
-                state.write(self.work.path)
-        state = replace(state, runs=write_run(), file_index=0, row=0, is_counted=True)
-        state.write(self.work.path)
-        return state
+        return count_keys(counter, encoded(), state, self.work.path)
 
-    def decide(self, state: ExtractionState, earlier: Sequence[PassDataset], min_count: int) -> FrequencyFilter:
-        """Merge the runs. A resumed extraction merges them again, so only the runs need to be durable."""
-        schema, folder = self.layout.schema, self.work.path
-        runs = [
-            open_key_set(folder / run_name(index), schema.ordered_tables, run.rows, run.digest)
-            for index, run in enumerate(state.runs)
-        ]
-        files = decide(schema, runs, earlier, min_count=min_count, folder=folder, num_bytes=self.memory.keys)
-        return FrequencyFilter(schema, files)
-
-    def number(
-        self,
-        state: ExtractionState,
-        cut: Cut,
-        unit: int,
-        rows: RowBudget,
-        rare_filter: FrequencyFilter | None,
-        *,
-        with_samples: bool,
-    ) -> ExtractionState:
+    def number(self, state: ExtractionState, rare: FrequencyFilter | None) -> ExtractionState:
         """Number the samples from the state's cursor to the end of the data, and close passes."""
         self.work.clear(keep={file_name(index) for index in range(len(state.passes))})
 
@@ -302,25 +253,17 @@ class _Extraction:
 
         closer = PassCloser(self.work, state, self.workers)
         builder = PassBuilder(
-            self.layout,
-            self.work,
-            closer,
-            self.workers,
-            cut=cut,
-            unit=unit,
-            rows=rows,
-            memory=self.memory,
-            with_samples=with_samples,
-            on_close=on_close,
-        )
-        cutter = Cutter(cut)
+            self.job.schema, closer, cut=self.job.cut, unit=self.job.unit, rows=self.job.row_budget(state.passes),
+            memory=self.memory, with_samples=self.job.with_samples, on_close=on_close,
+        )  # fmt: skip
+        cutter = Cutter(self.job.cut)
         self.reporter.passes = len(state.passes)
         self.reporter.begin("number")
         try:
             for batch in self._batches(state):
                 samples = self._encoded(batch)
-                if rare_filter is not None:
-                    samples = rare_filter.apply(samples)
+                if rare is not None:
+                    samples = rare.apply(samples)
                 builder.note(batch)
                 for begins_pass, piece in cutter.pieces(batch, samples):
                     if begins_pass:
@@ -342,21 +285,7 @@ class _Extraction:
         return batches if is_python else self.workers.prefetch(batches)
 
     def _encoded(self, batch: SourceBatch) -> RawBatch:
-        """Turn rows into samples. Raises SourceError naming file, row and column."""
-        schema, encoded = self.layout.schema, dict[str, Any]()
-
-        def encode(name: str, column: Callable[[], Any]) -> None:
-            encoded[name] = column()
-
-        work: dict[str, Callable[[], Any]] = {
-            "": partial(encode_label, schema, batch),
-            "dense": partial(encode_dense, schema, batch),
-            "kept": partial(encode_kept, schema, batch),
-        }
-        work |= {f"feature {f.name}": partial(encode_feature, f, batch) for f in schema.features}
-        self.workers.run(partial(encode, *one) for one in work.items())
-        features = {f.name: encoded[f"feature {f.name}"] for f in schema.features}
-        return RawBatch(encoded[""], encoded["dense"], features, encoded["kept"])
+        return encode(self.job.schema, batch, run=self.workers.run)
 
     def _report(self, batch: SourceBatch) -> None:
         self.reporter.samples += batch.columns.num_rows

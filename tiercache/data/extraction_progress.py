@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_STAGES = {
-    "count": "counting keys",
-    "number": "extracting",
-    "close": "closing a pass",
-}
+_STAGES = {"count": "counting keys", "number": "extracting", "close": "closing a pass"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +38,11 @@ class ProgressReporter:
 
     def __init__(self, progress: bool | Callable[[ExtractionProgress], None], total_bytes: int) -> None:
         self._call = progress if callable(progress) else None
-        self._is_shown = progress is True
-        self._total = total_bytes
+        self._is_shown, self._total, self._stage = progress is True, total_bytes, ""
         self._bar: Any = None
         self._task: Any = None
         self._began = self._stage_began = time.monotonic()
-        self._stage = ""
-        self.samples = 0
-        self.passes = 0
+        self.samples = self.passes = 0
         if self._is_shown and sys.stderr.isatty():
             self._bar = _bar()
             self._task = self._bar.add_task("reading", total=total_bytes, rate="", passes=0)
@@ -77,8 +70,7 @@ class ProgressReporter:
         if self._call is not None:
             self._call(ExtractionProgress("done", samples, self.passes, self._total, self._total, seconds))
         elif self._is_shown:
-            line = f"{what}, {seconds:.1f} s" + ("; " + bad_rows if bad_rows else "")
-            print(line, file=sys.stderr)  # noqa: T201 - the one line that stays
+            print(f"{what}, {seconds:.1f} s" + ("; " + bad_rows if bad_rows else ""), file=sys.stderr)  # noqa: T201
 
     def close(self) -> None:
         """Remove the bar."""
@@ -91,13 +83,8 @@ def _bar() -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[passes]} passes"),
-        console=Console(stderr=True),
-        transient=True,
-    )
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(), TextColumn("{task.fields[passes]} passes"),
+    )  # fmt: skip
+    return Progress(*columns, console=Console(stderr=True), transient=True)

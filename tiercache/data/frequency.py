@@ -6,22 +6,22 @@ merges the runs and the key sets of earlier datasets, one hash range at a time.
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.data.keyset import write_key_set
-from tiercache.data.manifest import SubDatasetRecord
+from tiercache.data.keyset import open_key_set, write_key_set
 from tiercache.data.raw_batch import NULL_KEY, OOV_KEY, FeatureKeys
 from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.key_sweeps import search_keys
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
-from tiercache.store.files import publish, sync
+from tiercache.store.files import publish
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -29,17 +29,14 @@ if TYPE_CHECKING:
     from tiercache.data.dataset import PassDataset
     from tiercache.data.extraction_resources import Workers
     from tiercache.data.keyset import KeySet
+    from tiercache.data.manifest import SubDatasetRecord
     from tiercache.data.raw_batch import RawBatch
+    from tiercache.data.resume import ExtractionState
     from tiercache.schema import Schema
     from tiercache.store.table import Table
 
 _MERGE_BYTES = 96
 """Host bytes for each key of a hash range while it is merged."""
-
-
-def run_name(index: int) -> str:
-    """Return the name of a run of counted keys."""
-    return f"run-{index:05d}.safetensors"
 
 
 class KeyCounter:
@@ -74,43 +71,58 @@ class KeyCounter:
         return {table.name: UniqueKeys(table.table_id) for table in self._schema.ordered_tables}
 
 
-def decide(
-    schema: Schema,
-    runs: Sequence[KeySet],
-    earlier: Sequence[PassDataset],
-    *,
-    min_count: int,
+def count_keys(
+    counter: KeyCounter,
+    batches: Generator[tuple[RawBatch, int, int], None, None],
+    state: ExtractionState,
     folder: Path,
-    num_bytes: int,
-) -> tuple[Path, ...]:
-    """Merge counts and write, for each table in the order of table ids, three files of int64 to ``folder``.
+) -> ExtractionState:
+    """Count all keys into runs on disk, and write the state with every run.
 
-    ``admitted-TABLE`` holds the keys that occur at least ``min_count`` times in runs and earlier datasets together,
-    ``rare-TABLE`` and ``counts-TABLE`` the keys of the runs that do not, with their counts in the runs; all in hash
-    order. Returns their paths, table by table. Memory: about ``num_bytes``.
+    batches: from the state's cursor on, each with the cursor after it.
     """
-    before = [key_set for dataset in earlier for key_set in _key_sets(dataset, schema)]
-    paths: list[Path] = []
-    for index, table in enumerate(schema.ordered_tables):
-        names = tuple(folder / f"{kind}-{index:05d}.bin" for kind in ("admitted", "rare", "counts"))
-        with names[0].open("wb") as admitted, names[1].open("wb") as rare, names[2].open("wb") as rare_counts:
-            for keys, counts, totals in _merged(table, runs, before, num_bytes):
-                is_frequent = totals >= min_count
-                admitted.write(keys[is_frequent].data)
-                is_rare = ~is_frequent & (counts > 0)
-                rare.write(keys[is_rare].data)
-                rare_counts.write(counts[is_rare].data)
-        paths += names
-    return tuple(paths)
+
+    def write_run(file_index: int, row: int, *, is_counted: bool) -> None:
+        nonlocal state
+        runs = (*state.runs, counter.write_run(_run_path(folder, len(state.runs))))
+        state = replace(state, runs=runs, file_index=file_index, row=row, is_counted=is_counted)
+        state.write(folder)
+
+    with closing(batches) as made:
+        for batch, file_index, row in made:
+            if counter.add(batch):
+                write_run(file_index, row, is_counted=False)
+    write_run(0, 0, is_counted=True)
+    return state
 
 
 class FrequencyFilter:
     """Replaces every rare key by the out-of-vocabulary key. Null keys always keep their row."""
 
-    def __init__(self, schema: Schema, paths: Sequence[Path]) -> None:
-        self._schema = schema
-        self._tables = schema.ordered_tables
-        self._columns = [_mapped(path) for path in paths]
+    def __init__(
+        self, schema: Schema, state: ExtractionState, earlier: Sequence[PassDataset], *, min_count: int, folder: Path,
+        num_bytes: int,
+    ) -> None:  # fmt: skip
+        """Merge the counts of a state's runs in ``folder`` and of earlier datasets, in about ``num_bytes`` of memory.
+
+        A resumed extraction merges them again, so only the runs need to be durable.
+        """
+        self._schema, self._tables = schema, schema.ordered_tables
+        runs = [open_key_set(_run_path(folder, index), self._tables, run) for index, run in enumerate(state.runs)]
+        before = [key_set for dataset in earlier for key_set in _key_sets(dataset, schema)]
+        self._columns: list[list[NDArray[np.int64]]] = []
+        """By table, all in hash order: the keys that occur at least ``min_count`` times in runs and earlier datasets
+        together, the keys of the runs that do not, and the counts of these in the runs."""
+        for index, table in enumerate(self._tables):
+            paths = [folder / f"{kind}-{index:05d}.bin" for kind in ("admitted", "rare", "counts")]
+            with paths[0].open("wb") as admitted, paths[1].open("wb") as rare, paths[2].open("wb") as rare_counts:
+                for keys, counts, totals in _merged(table, runs, before, num_bytes):
+                    is_frequent = totals >= min_count
+                    admitted.write(keys[is_frequent].data)
+                    is_rare = ~is_frequent & (counts > 0)
+                    rare.write(keys[is_rare].data)
+                    rare_counts.write(counts[is_rare].data)
+            self._columns.append([_mapped(path) for path in paths])
 
     def apply(self, batch: RawBatch) -> RawBatch:
         """Return the batch with rare keys replaced."""
@@ -126,7 +138,7 @@ class FrequencyFilter:
                 distinct.add(batch.features[name].keys, numbers[name])
             keys, _, positions = distinct.sorted()
             admitted = np.empty(keys.size, np.int64)
-            search_keys(self._columns[3 * index], table.table_id, keys, admitted)
+            search_keys(self._columns[index][0], table.table_id, keys, admitted)
             kept = np.where((admitted >= 0) | (keys == NULL_KEY), keys, OOV_KEY)[positions]
             for name in names:
                 entry = batch.features[name]
@@ -135,9 +147,8 @@ class FrequencyFilter:
 
     def write_rare(self, path: Path) -> SubDatasetRecord:
         """Write the rare keys of this data with their counts as a key set; it is on disk on return."""
-        pairs = [(self._columns[3 * i + 1], self._columns[3 * i + 2]) for i in range(len(self._tables))]
-        rows = {table.name: keys.size for table, (keys, _) in zip(self._tables, pairs, strict=True)}
-        return _write_durably(path, self._tables, rows, pairs)
+        rows = {table.name: rare.size for table, (_, rare, _) in zip(self._tables, self._columns, strict=True)}
+        return _write_durably(path, self._tables, rows, ((rare, counts) for _, rare, counts in self._columns))
 
 
 def _write_durably(
@@ -148,10 +159,9 @@ def _write_durably(
 ) -> SubDatasetRecord:
     """Write a key set in one step; it is on disk on return."""
     temporary = path.with_name(path.name + ".tmp")
-    digest = write_key_set(temporary, tables, rows, columns)
-    sync(temporary)
+    record = write_key_set(temporary, tables, rows, columns)
     publish(temporary, path)
-    return SubDatasetRecord(samples=0, rows=rows, values=None, digest=digest)
+    return record
 
 
 def _merged(
@@ -187,3 +197,7 @@ def _mapped(path: Path) -> NDArray[np.int64]:
     if path.stat().st_size == 0:
         return np.empty(0, np.int64)
     return np.memmap(path, np.int64, "r").view(np.ndarray)
+
+
+def _run_path(folder: Path, index: int) -> Path:
+    return folder / f"run-{index:05d}.safetensors"

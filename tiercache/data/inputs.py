@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from tiercache.data.array_rows import ArrayRows, split_files
+from tiercache.data.array_rows import ArrayRows, read_split_spec
 from tiercache.data.column_types import kind_of
 from tiercache.data.python_batches import PythonBatches
 from tiercache.errors import SourceError
@@ -40,26 +40,24 @@ def partition_values(file: InputFile, uses: Iterable[ColumnUse]) -> dict[str, An
     A column with a use as strings is a string; other keys are integers, exact up to 2^64. Columns used only in crosses
     and cuts are integers if they look like integers. Raises SourceError for a value that does not fit.
     """
-    values: dict[str, Any] = {}
     by_column: dict[str, dict[str, str]] = {}
     for use in uses:
         by_column.setdefault(use.column, {}).setdefault(use.use, use.who)
-    for name, text in partition_texts(file, by_column).items():
-        values[name] = pa.scalar(None, pa.null()) if text is None else _scalar(file, name, text, by_column[name])
-    return values
+    return {
+        name: pa.scalar(None, pa.null()) if text is None else _scalar(file, name, text, by_column[name])
+        for name, text in partition_texts(file, by_column).items()
+    }
 
 
 def partition_texts(file: InputFile, names: Iterable[str]) -> dict[str, str | None]:
-    """Return the values, as strings, of the columns that are in the folder names. Raises SourceError if two folders
-    differ.
-    """
-    found = {}
+    """Return the columns in the folder names, as strings. Raises SourceError if two folders differ."""
+    found: dict[str, str | None] = {}
     for name in names:
         texts = {text for column, text in file.partition if column == name}
         if len(texts) > 1:
             raise SourceError(f"{file.path} is in several folders {name!r} with different values: rename all but one")
-        for text in texts:
-            found[name] = text
+        if texts:
+            (found[name],) = texts
     return found
 
 
@@ -127,17 +125,10 @@ def _scalar(file: InputFile, name: str, value: str, uses: dict[str, str]) -> Any
 
 FEATURE_SPEC = "feature_spec.yaml"
 _FORMATS = {
-    ".parquet": ("parquet", ""),
-    ".pq": ("parquet", ""),
-    ".arrow": ("ipc", ""),
-    ".arrows": ("ipc", ""),
-    ".ipc": ("ipc", ""),
-    ".feather": ("ipc", ""),
-    ".csv": ("csv", ","),
-    ".tsv": ("csv", "\t"),
-    ".npz": ("numpy", ""),
-    ".npy": ("numpy", ""),
-}
+    ".parquet": ("parquet", ""), ".pq": ("parquet", ""), ".arrow": ("ipc", ""), ".arrows": ("ipc", ""),
+    ".ipc": ("ipc", ""), ".feather": ("ipc", ""), ".csv": ("csv", ","), ".tsv": ("csv", "\t"),
+    ".npz": ("numpy", ""), ".npy": ("numpy", ""),
+}  # fmt: skip
 _NAMED_FORMATS = {"csv": ("csv", ","), "tsv": ("csv", "\t"), "criteo": ("criteo", "\t")}
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -344,7 +335,7 @@ def _stat(file: InputFile) -> tuple[int, int, str]:
         return int(info["size"]), 0, str(version)
     paths = [path]
     if file.split:
-        paths = [path.parent / one for one in split_files(path, file.split)]
+        paths = [path.parent / str(chunk["files"][0]) for chunk in read_split_spec(path, file.split)[1]]
     elif path.is_dir():
         paths = sorted(path.glob("*.npy"))
     try:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.data.extraction_resources import Workers
+from tiercache.data.keyset import key_schema
 from tiercache.data.manifest import Recording
 from tiercache.data.ngrams import NGrams
 from tiercache.data.pass_builder import device_bytes
 from tiercache.data.recording import RecordedBatch, RecordingPlan, write_recording
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
-from tiercache.schema import Feature, Schema
 from tiercache.sizes import parse_bytes
 from tiercache.store.files import local_path
 from tiercache.store.records import positive
@@ -85,8 +85,7 @@ def record_ngrams(
         )
     batch_multiple, min_count = positive(batch_multiple, "batch_multiple"), positive(min_count, "min_count")
     devices = positive(devices, "devices")
-    features = tuple(Feature(name=name, table=name, hotness="ragged") for name in names)
-    schema = Schema(label=None, dense=(), features=features, tables=listed)
+    schema = key_schema(listed)
     budget, row_bytes = parse_bytes(device_budget), max(map(device_bytes, group_tables(schema.tables)))
     most_keys = sum(one.num_heads for one in by_table.values())
     block_tokens = min(_LARGEST_BLOCK, budget * devices // (row_bytes * most_keys * _BLOCKS_OF_PASS))
@@ -94,24 +93,15 @@ def record_ngrams(
     recording = Recording(
         batches=0, lookups=0, batch_size=1, first_batch=0, dataset_length=len(tokens), seed=0, same_draws=False
     )
-    options = {
-        "schema": schema.digest,
-        "groups": [[[t.name for t in g.tables], device_bytes(g)] for g in group_tables(schema.tables)],
-        "device_budget": budget,
-        "min_count": min_count,
-        "devices": devices,
-        "block": block,
-        "ngrams": {name: _digest(one) for name, one in by_table.items()},
-        **tokens.facts,
-    }
+    facts = {"block": block, "ngrams": {name: _digest(one) for name, one in by_table.items()}, **tokens.facts}
     plan = RecordingPlan(
         schema=schema, device_bytes=budget, devices=devices, min_count=min_count,
-        memory_bytes=parse_bytes(memory_limit), options=options, recording=recording, has_large_batches=True,
+        memory_bytes=parse_bytes(memory_limit), facts=facts, recording=recording, has_large_batches=True,
         batch_name=f"of {block:,} sequences",
         smaller="use shorter sequences, n-grams with fewer heads, or a smaller batch_multiple",
     )  # fmt: skip
     folder = local_path(out, "a dataset that one machine writes")
-    return write_recording(folder, plan, _Blocks(tokens, by_table, block), progress)
+    return write_recording(folder, plan, partial(_blocks, tokens, by_table, block), progress)
 
 
 def _digest(grams: NGrams) -> str:
@@ -121,26 +111,26 @@ def _digest(grams: NGrams) -> str:
     return hashlib.sha256(repr(sorted(facts.items())).encode() + content).hexdigest()[:32]
 
 
-class _Blocks:
-    """The unique keys of blocks of sequences, with their occurrences; heads are computed only for unique n-grams."""
+def _blocks(
+    tokens: TokenFiles, grams: Mapping[str, NGrams], block: int, first: int,
+    skipped: Callable[[NDArray[np.int64]], None],
+) -> Generator[RecordedBatch, None, None]:  # fmt: skip
+    """Yield the unique keys of blocks of sequences with their occurrences, as a `BatchSource`.
 
-    def __init__(self, tokens: TokenFiles, grams: Mapping[str, NGrams], block: int) -> None:
-        self._tokens, self._grams, self._block = tokens, grams, block
-
-    def batches(self, first: int, skipped: Callable[[NDArray[np.int64]], None]) -> Generator[RecordedBatch, None, None]:
-        """Yield the keys of each block from number ``first`` on; ``skipped`` gets the sequences of those before."""
-        with closing(Workers()) as workers:
-            for begin in range(0, len(self._tokens), self._block):
-                end = min(len(self._tokens), begin + self._block)
-                if begin < first * self._block:
-                    skipped(np.arange(begin, end))
-                    continue
-                tokens = self._tokens.read(begin, end)
-                found = {name: _unique_keys(one, tokens, workers) for name, one in self._grams.items()}
-                yield RecordedBatch(
-                    keys={name: keys for name, (keys, _) in found.items()}, digests=(), num_samples=end - begin,
-                    indices=np.arange(begin, end), times={name: times for name, (_, times) in found.items()},
-                )  # fmt: skip
+    Heads are computed only for unique n-grams.
+    """
+    with closing(Workers()) as workers:
+        for begin in range(0, len(tokens), block):
+            indices = np.arange(begin, min(len(tokens), begin + block))
+            if begin < first * block:
+                skipped(indices)
+                continue
+            numbers = tokens.read(begin, begin + indices.size)
+            found = {name: _unique_keys(one, numbers, workers) for name, one in grams.items()}
+            yield RecordedBatch(
+                keys={name: keys for name, (keys, _) in found.items()}, digests=(), num_samples=indices.size,
+                indices=indices, times={name: times for name, (_, times) in found.items()},
+            )  # fmt: skip
 
 
 def _unique_keys(

@@ -60,7 +60,6 @@ class NGrams:
     """By device: moduli and offsets of each order, and the map of tokens, as tensors."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the settings are inconsistent."""
         _orders(self.orders)
         numbers = [*self.factors, self.padding, *chain(*self.moduli, *self.offsets)]
         if wrong := [one for one in numbers if as_integer(one) is None]:
@@ -332,7 +331,6 @@ def _splitmix(value: int) -> int:
 
 
 def _primes(first: int, count: int) -> list[int]:
-    """Return primes from ``first`` on, ascending."""
     if as_integer(first) is None or not 2 <= first <= 1 << 40:
         raise ValueError(f"rows_per_head is {first!r}: expected the rows of a head, from 2 to 2^40")
     found, size = list[int](), 1 << 12

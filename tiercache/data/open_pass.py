@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tiercache.data.array_file import ArrayFileWriter, bytes_of, write_all
+from tiercache.data.array_file import ArrayFileWriter, bytes_of
 from tiercache.data.manifest import SubDatasetRecord, file_name
-from tiercache.data.sample_layout import column_array
 from tiercache.kernels.cpu.samples import permute, permute_columns
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
-from tiercache.store.files import sync
+from tiercache.store.files import sync, write_cached
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -92,7 +91,8 @@ class OpenPass:
                 for feature in self._features[name]:
                     self.unique[name].add(batch.features[feature.name].keys, out[feature.name], part)
 
-        self._each(add)
+        names = sorted(self.unique, key=lambda name: -len(self._features[name]))  # the longest work first
+        self._workers.run(partial(add, name, part) for name in names for part in range(self.unique[name].parts))
         return numbers
 
     def counts(self) -> dict[str, list[int]]:
@@ -111,30 +111,14 @@ class OpenPass:
 
     def append(self, batch: RawBatch, numbers: dict[str, NDArray[np.int32]]) -> None:
         """Add numbered samples to the scratch file."""
-        first, features = self.samples, self.layout.schema.features
+        first = self.samples
         self.samples += batch.num_samples
         if self.values is None:
             return
-        arrays = []
         singles = [numbers[feature.name] for feature in self.layout.schema.singles]
-        if singles:
-            arrays.append(self._write("ids", first, *singles))
-        if batch.label is not None:
-            arrays.append(self._write("label", first, batch.label))
-        if batch.dense.shape[1]:
-            arrays.append(self._write("dense", first, batch.dense))
-        arrays += [self._write(column_array(name), first, column) for name, column in batch.columns.items()]
-        for feature in features:
-            entry, row = batch.features[feature.name], first
-            if feature in self.layout.ragged:
-                assert entry.offsets is not None
-                row = self.values[feature.name]
-                arrays.append(self._write(f"offsets.{feature.name}", first + 1, entry.offsets[1:] + row))
-                self.values[feature.name] += entry.keys.size
-            if feature.hotness != "one_hot":
-                arrays.append(self._write(f"ids.{feature.name}", row, numbers[feature.name]))
-            if entry.weights is not None:
-                arrays.append(self._write(f"weights.{feature.name}", row, entry.weights))
+        arrays = [self._write("ids", first, *singles)] if singles else []
+        parts = self.layout.parts(batch, batch.features, numbers, first, self.values)
+        arrays += [self._write(name, row, array) for name, row, array in parts]
         self.batches.append(ScratchBatch(batch.num_samples, tuple(arrays)))
 
     def read(self, array: ScratchArray) -> NDArray[Any]:
@@ -164,15 +148,11 @@ class OpenPass:
         self._file.close()
         self.path.unlink(missing_ok=True)
 
-    def _each(self, work: Callable[[str, int], None]) -> None:
-        """Run ``work`` for each part of each table, the longest first."""
-        names = sorted(self.unique, key=lambda name: -len(self._features[name]))
-        self._workers.run(partial(work, name, part) for name in names for part in range(self.unique[name].parts))
-
     def _write(self, name: str, row: int, *arrays: NDArray[Any]) -> ScratchArray:
         begin = self._end
         for array in arrays:
-            self._end += write_all(self._file.fileno(), np.ascontiguousarray(array), self._end)
+            write_cached(self._file.fileno(), bytes_of(np.ascontiguousarray(array)), self._end)
+            self._end += array.nbytes
         return ScratchArray(name, begin, arrays[0].dtype, sum(array.size for array in arrays), row)
 
 
@@ -231,7 +211,7 @@ class PassCloser:
     def __init__(self, work: WorkFolder, state: ExtractionState, workers: Workers) -> None:
         self.state = state
         """With every closed pass; the state on disk may be a second older."""
-        self._work, self._workers = work, workers
+        self.work, self.workers = work, workers
         self._thread = ThreadPoolExecutor(1, "closing")
         self._running: Future[None] | None = None
         self._closing_bytes = 0
@@ -268,8 +248,8 @@ class PassCloser:
         self._thread.shutdown()
 
     def _close(self, open_pass: OpenPass, file_index: int, row: int) -> None:
-        path = self._work.out / file_name(len(self.state.passes))
-        record = close_pass(open_pass, path, self._workers)
+        path = self.work.out / file_name(len(self.state.passes))
+        record = close_pass(open_pass, path, self.workers)
         self._unsynced.append(path)
         self.state = self.state.closed(record, file_index, row)
         if time.monotonic() - self._synced_at >= _SYNC_SECONDS:
@@ -277,7 +257,7 @@ class PassCloser:
 
     def _sync(self) -> None:
         if self._unsynced:
-            self._workers.run(partial(sync, path) for path in self._unsynced)
-            sync(self._work.out)
-            self.state.write(self._work.path)
+            self.workers.run(partial(sync, path) for path in self._unsynced)
+            sync(self.work.out)
+            self.state.write(self.work.path)
         self._unsynced, self._synced_at = [], time.monotonic()

@@ -14,21 +14,22 @@ import pyarrow.compute as pc
 from tiercache.data.column_types import kind_of
 from tiercache.data.open_pass import OpenPass
 from tiercache.data.raw_batch import RawBatch
+from tiercache.data.sample_layout import SampleLayout
 from tiercache.errors import BudgetError, ExtractionError
 from tiercache.sizes import distinct_sizes, format_bytes
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.data.extraction_resources import MemoryShares, Workers
+    from tiercache.data.extraction_resources import MemoryShares
+    from tiercache.data.manifest import SubDatasetRecord
     from tiercache.data.open_pass import PassCloser
-    from tiercache.data.resume import WorkFolder
-    from tiercache.data.sample_layout import SampleLayout
     from tiercache.data.source import SourceBatch
+    from tiercache.schema import Schema
     from tiercache.store.table import Group, Table
 
     _Numbers = dict[str, NDArray[np.int32]]
@@ -47,6 +48,11 @@ _UNLIKELY = 21.0
 def device_bytes(group: Group) -> int:
     """Return the bytes on the device for a row of ``group``, slot maps included."""
     return group.row_bytes + SLOT_MAP_BYTES + (0 if group.dtype == "float32" else STREAM_BYTES)
+
+
+def group_bytes(tables: Sequence[Table]) -> list[list[Any]]:
+    """Return the names of each group's tables and the bytes on the device for a row: an option of datasets."""
+    return [[[table.name for table in group.tables], device_bytes(group)] for group in group_tables(tables)]
 
 
 def max_device_rows(rows: int, devices: int) -> int:
@@ -70,13 +76,18 @@ class RowBudget:
     ``max_device_rows`` of them.
     """
 
-    def __init__(self, tables: Sequence[Table], num_bytes: int, devices: int = 1) -> None:
-        groups = group_tables(tables)
+    def __init__(
+        self, tables: Sequence[Table], num_bytes: int, devices: int = 1, passes: Iterable[SubDatasetRecord] = ()
+    ) -> None:
+        """passes: closed ones."""
+        groups, ordered = group_tables(tables), sorted(tables, key=lambda table: table.table_id)
         indices = {t.name: g.index for g in groups for t in g.tables}
         self.num_bytes, self.devices = num_bytes, devices
-        self._group_of = [indices[t.name] for t in sorted(tables, key=lambda table: table.table_id)]
+        self._group_of = [indices[t.name] for t in ordered]
         self._row_bytes = [device_bytes(group) for group in groups]
         self._high_water = [0] * len(groups)
+        for record in passes:
+            self.close([record.rows[table.name] for table in ordered])
 
     def needed(self, rows: Sequence[int]) -> int:
         """Return the bytes on each device of all passes closed and of one more with ``rows``."""
@@ -181,9 +192,7 @@ class Cutter:
 
 
 def cut_values(batch: SourceBatch, column: str) -> Any:
-    """Return the values whose changes begin passes, as types whose values Python can hold; NaN is null, because it does
-    not equal itself.
-    """
+    """Return the values whose changes begin passes, in types that Python has; NaN is null: it does not equal itself."""
     array = batch.columns.column(column)
     if hasattr(array, "dictionary_decode"):
         array = array.dictionary_decode()
@@ -209,32 +218,19 @@ class PassBuilder:
     """
 
     def __init__(
-        self,
-        layout: SampleLayout,
-        work: WorkFolder,
-        closer: PassCloser,
-        workers: Workers,
-        *,
-        cut: Cut,
-        unit: int,
-        rows: RowBudget,
-        memory: MemoryShares,
-        with_samples: bool,
-        on_close: Callable[[int], None],
-        first_pass: int = 0,
-    ) -> None:
+        self, schema: Schema, closer: PassCloser, *, cut: Cut, unit: int, rows: RowBudget, memory: MemoryShares,
+        with_samples: bool, on_close: Callable[[int], None], first_pass: int = 0,
+    ) -> None:  # fmt: skip
         """unit: samples that stay in one pass together. with_samples: False writes only key sets.
 
         ``on_close`` is called with the number of passes after each handover. first_pass: passes that others write.
         """
-        self._layout, self._work, self._closer, self._workers = layout, work, closer, workers
+        self._layout, self._closer = SampleLayout(schema), closer
         self._cut, self._unit, self._rows, self._memory = cut, unit, rows, memory
         self._with_samples, self._on_close = with_samples, on_close
-        for record in closer.state.passes:
-            rows.close([record.rows[table.name] for table in layout.schema.ordered_tables])
         self._num_passes = first_pass + len(closer.state.passes)
         self._last_units = 0  # of the last pass
-        self._last_rows = [0] * len(layout.schema.tables)
+        self._last_rows = [0] * len(schema.tables)
         self._pending: list[RawBatch] = []
         self._pending_bytes = self._pending_samples = 0
         self._noted = 0  # samples passed to note()
@@ -320,9 +316,9 @@ class PassBuilder:
 
     def _opened(self) -> OpenPass:
         if self._open is None:
-            path = self._work.path / f"pass-{self._num_passes:05d}.scratch"
+            path = self._closer.work.path / f"pass-{self._num_passes:05d}.scratch"
             self._open = OpenPass(
-                self._layout, path, self._workers, expected=self._last_rows, with_samples=self._with_samples
+                self._layout, path, self._closer.workers, expected=self._last_rows, with_samples=self._with_samples
             )
         return self._open
 

@@ -24,7 +24,7 @@ class PythonBatches:
     """
 
     def __init__(self, data: Iterable[Any], first: Any, rest: Iterator[Any]) -> None:
-        self._data, self.first, self._rest = data, first, rest
+        self.data, self.first, self._rest = data, first, rest
         self._is_begun = False
 
     @property
@@ -42,24 +42,19 @@ class PythonBatches:
         return digest.hexdigest()[:16]
 
     @property
-    def is_collated(self) -> bool:
-        """True for a DataLoader with torch's own collation."""
-        return is_collated(self._data)
-
-    @property
     def lists_tuples(self) -> bool:
         """True for a DataLoader that turns tuples into lists."""
-        collate = getattr(self._data, "collate_fn", None)
-        return getattr(collate, "__name__", "") == "default_convert" or getattr(self._data, "pin_memory", False) is True
+        collate = getattr(self.data, "collate_fn", None)
+        return getattr(collate, "__name__", "") == "default_convert" or getattr(self.data, "pin_memory", False) is True
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_begun:
-            if iter(self._data) is self._data:
+            if iter(self.data) is self.data:
                 raise SourceError(
                     "the data is an iterator, which can be read only once, but it must be read again: pass an "
                     "iterable that can restart, such as a list or a DataLoader"
                 )
-            self._rest = iter(self._data)
+            self._rest = iter(self.data)
             self.first = next(self._rest)
         yield self.first
         self._is_begun = True

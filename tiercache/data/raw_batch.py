@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.schema import Schema
-
 
 def num_samples(
     counts: Iterable[int], lists: Mapping[str, tuple[int, int, int]], *, as_bags: bool = False
@@ -93,42 +91,6 @@ class RawBatch:
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
     """(n,) each: several labels and kept columns in their own dtype, by name."""
 
-    @classmethod
-    def of(
-        cls,
-        schema: Schema,
-        keys: Mapping[str, Any],
-        *,
-        label: Any = None,
-        dense: Any = None,
-        weights: Mapping[str, Any] | None = None,
-        columns: Mapping[str, Any] | None = None,
-    ) -> RawBatch:
-        """Build a batch from plain arrays.
-
-        keys: by feature, (n,) for one key, (n, L) for fixed lists, a sequence of n sequences for ragged ones;
-        weights in the same forms. label: (n,). dense: (n, D). columns: by name, (n,) for each kept column.
-        """
-        features = {}
-        for feature in schema.features:
-            values, value_weights = keys[feature.name], (weights or {}).get(feature.name)
-            offsets = None
-            if feature.hotness != "one_hot":
-                offsets = np.zeros(len(values) + 1, np.int64)
-                np.cumsum([len(row) for row in values], out=offsets[1:])
-            features[feature.name] = FeatureKeys(
-                _flat(values, offsets, np.int64),
-                offsets,
-                None if value_weights is None else _flat(value_weights, offsets, np.float32),
-            )
-        num_samples = len(keys[schema.features[0].name])
-        return cls(
-            label=None if label is None else np.ascontiguousarray(label, np.float32),
-            dense=np.asarray([] if dense is None else dense, np.float32).reshape(num_samples, len(schema.dense)),
-            features=features,
-            columns={one.name: np.asarray((columns or {})[one.name], one.dtype) for one in schema.kept},
-        )
-
     @property
     def num_samples(self) -> int:
         """Samples of the batch."""
@@ -176,10 +138,3 @@ def join(batches: Sequence[RawBatch]) -> RawBatch:
     columns = {name: np.concatenate([batch.columns[name] for batch in batches]) for name in batches[0].columns}
     label = np.concatenate(labels) if labels else None
     return RawBatch(label, np.concatenate([b.dense for b in batches]), features, columns)
-
-
-def _flat(values: Any, offsets: NDArray[np.int64] | None, dtype: Any) -> NDArray[Any]:
-    if offsets is None or isinstance(values, np.ndarray):
-        return np.ascontiguousarray(values, dtype).reshape(-1)
-    rows = [np.asarray(row, dtype) for row in values]
-    return np.concatenate(rows) if rows else np.empty(0, dtype)

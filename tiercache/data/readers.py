@@ -19,7 +19,7 @@ from tiercache.data.array_rows import ArrayRows, read_split_spec
 from tiercache.data.column_types import check_columns
 from tiercache.data.columns import CONVERSION_ERRORS, arrow_array, is_list, list_array, numpy_values, offsets_of
 from tiercache.data.inputs import open_binary
-from tiercache.data.python_batches import by_sample, is_keyed, is_pair, named_parts, refuse_listed_pair
+from tiercache.data.python_batches import by_sample, is_collated, is_keyed, is_pair, named_parts, refuse_listed_pair
 from tiercache.data.raw_batch import lacks_last, num_samples
 from tiercache.errors import SourceError
 
@@ -403,14 +403,13 @@ class PythonReader(FileReader):
         return pa.record_batch([arrays[name] for name in used], names=used)
 
     def _values(self, where: str, item: Any) -> list[tuple[str, Any]]:
-        """Return the columns of a batch by name."""
         named = named_parts(item, self._schema.source.columns)
         if named is None:
             raise SourceError(
                 f"{where} is {type(item).__name__}: expected dicts of arrays, named tuples, data frames, structured "
                 "arrays, KeyedJaggedTensors, or tuples of as many arrays as [source] columns has names"
             )
-        if self._batches.is_collated:
+        if is_collated(self._batches.data):
             named = [(name, by_sample(value)) for name, value in named]
         is_batch = hasattr(item, "sparse_features") and self._schema.label is not None
         dense = [spec.column for spec in self._schema.dense]

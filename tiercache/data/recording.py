@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -13,9 +13,8 @@ from tiercache.data.array_file import ArrayFileWriter
 from tiercache.data.dataset import PassDataset
 from tiercache.data.extraction_progress import ProgressReporter
 from tiercache.data.extraction_resources import Workers
-from tiercache.data.frequency import FrequencyFilter, KeyCounter, decide, run_name
-from tiercache.data.key_packer import KeyPacker
-from tiercache.data.keyset import open_key_set
+from tiercache.data.frequency import FrequencyFilter, KeyCounter, count_keys
+from tiercache.data.keyset import KeyPacker, key_schema
 from tiercache.data.manifest import (
     RARE_KEYS,
     VERSION,
@@ -26,22 +25,23 @@ from tiercache.data.manifest import (
     file_name,
     is_finished,
 )
-from tiercache.data.pass_builder import RowBudget
+from tiercache.data.pass_builder import RowBudget, group_bytes
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
-from tiercache.data.resume import ExtractionState, WorkFolder, check_same
+from tiercache.data.resume import ExtractionState, WorkFolder, reopened
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.data.sub_dataset import SubDataset
 from tiercache.errors import DatasetError
-from tiercache.schema import Feature, Schema
 from tiercache.store.files import sync
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from tiercache.data.extraction_progress import ExtractionProgress
+    from tiercache.schema import Schema
+    from tiercache.store.table import Table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,15 +65,9 @@ class RecordedBatch:
         return {name: keys if times is None else np.repeat(keys, times[name]) for name, keys in self.keys.items()}
 
 
-class BatchSource(Protocol):
-    """The batches of a loader, the same ones each time."""
-
-    def batches(self, first: int, skipped: Callable[[NDArray[np.int64]], None]) -> Generator[RecordedBatch, None, None]:
-        """Yield the batches from number ``first`` on; ``skipped`` gets the indices of earlier ones, if they have any.
-
-        Ends at once without batches from ``first`` on.
-        """
-        ...
+BatchSource: TypeAlias = "Callable[[int, Callable[[NDArray[np.int64]], None]], Generator[RecordedBatch, None, None]]"
+"""``source(first, skipped)`` yields the batches of a loader from number ``first`` on, the same ones each time; none if
+there are fewer. ``skipped`` gets the indices of each earlier one, if they have any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +80,8 @@ class RecordingPlan:
     min_count: int
     memory_bytes: int
     """For the tables of keys while keys are counted."""
-    options: dict[str, Any]
-    """The options and the facts of the loader that determine the content."""
+    facts: Mapping[str, Any]
+    """More options and facts of the loader that determine the content."""
     recording: Recording
     """The record of a sub-dataset, without its batches."""
     has_large_batches: bool = False
@@ -95,6 +89,14 @@ class RecordingPlan:
     batch_name: str = "of the loader"
     smaller: str = "make the loader's batches smaller"
     """For the error of a batch that alone exceeds the budget: the batch's name, and how to make it smaller."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that determine the content."""
+        return {
+            "schema": self.schema.digest, "groups": group_bytes(self.schema.tables),
+            "device_budget": self.device_bytes, "min_count": self.min_count, "devices": self.devices, **self.facts,
+        }  # fmt: skip
 
 
 def write_recording(
@@ -106,12 +108,7 @@ def write_recording(
     BudgetError, DatasetError, ExtractionError, and the errors of the source.
     """
     if is_finished(out):
-        manifest = Manifest.read(out)
-        check_same(manifest.options, (), plan.options, (), out)
-        WorkFolder(out).remove()  # left if the recording was killed at its end
-        if manifest.schema != plan.schema:
-            replace(manifest, schema=plan.schema).write(out)  # other initializers, seeds or settings of optimizers
-        return PassDataset.open(out)
+        return reopened(out, Manifest.read(out), plan.schema, plan.options, ())
     with (
         file_errors(out),
         closing(WorkFolder(out)) as work,
@@ -123,13 +120,17 @@ def write_recording(
         state.check_same(begin, out)
         rare = None
         if plan.min_count > 1:
-            rare = _RareKeys(plan, work.path, workers)
+            schema = key_schema(plan.schema.tables)
             if not state.is_counted:
-                state = rare.count(source, state, reporter)
-            rare.decide(state)
+                reporter.begin("count")
+                counter = KeyCounter(schema, plan.memory_bytes, workers)
+                state = count_keys(counter, _counted(source, schema.tables, state.row, reporter), state, work.path)
+            rare = FrequencyFilter(
+                schema, state, [], min_count=plan.min_count, folder=work.path, num_bytes=plan.memory_bytes
+            )
         shared = workers if plan.has_large_batches else None
         state = _Writer(plan, out, work, state, shared).write(source, rare, reporter)
-        record = None if rare is None else rare.filter.write_rare(out / RARE_KEYS)
+        record = None if rare is None else rare.write_rare(out / RARE_KEYS)
         Manifest(schema=plan.schema, passes=state.passes, options=plan.options, inputs=(), rare=record).write(out)
         work.remove()
         dataset = PassDataset.open(out)
@@ -138,34 +139,33 @@ def write_recording(
 
 
 class _Writer:
-    """Writes the sub-datasets of a recording."""
-
     def __init__(
         self, plan: RecordingPlan, out: Path, work: WorkFolder, state: ExtractionState, workers: Workers | None
     ) -> None:
         self._plan, self._out, self._work, self._state, self._workers = plan, out, work, state, workers
         self._layout = SampleLayout(plan.schema)
         self._tables = plan.schema.ordered_tables
-        budget = RowBudget(plan.schema.tables, plan.device_bytes, plan.devices)
-        for record in state.passes:
-            budget.close([record.rows[table.name] for table in self._tables])
+        budget = RowBudget(plan.schema.tables, plan.device_bytes, plan.devices, state.passes)
         self._packer = KeyPacker(self._tables, budget, workers)
         self._open: list[RecordedBatch] = []
         """The batches of the open sub-dataset, without keys."""
 
-    def write(self, source: BatchSource, rare: _RareKeys | None, reporter: ProgressReporter) -> ExtractionState:
+    def write(self, source: BatchSource, rare: FrequencyFilter | None, reporter: ProgressReporter) -> ExtractionState:
         """Write the batches from the state's cursor on."""
         self._work.clear(keep={file_name(index) for index in range(len(self._state.passes))})
         reporter.passes = len(self._state.passes)
         reporter.begin("number")
         skipped = hashlib.sha256()
         number = self._state.row
-        batches = source.batches(number, lambda indices: skipped.update(indices.tobytes()))
+        batches = source(number, lambda indices: skipped.update(indices.tobytes()))
         with closing(batches if self._workers is None else self._workers.prefetch(batches)) as made:
             for batch in made:
                 if number == self._state.row and self._state.passes:
                     self._check_skipped(skipped.hexdigest())
-                keys = batch.keys if rare is None else rare.without(batch.keys)
+                keys = batch.keys
+                if rare is not None:
+                    replaced = rare.apply(_one_sample(self._tables, keys)).features
+                    keys = {name: one.keys for name, one in replaced.items()}
                 name, smaller = f"batch {number} {self._plan.batch_name}", self._plan.smaller
                 if not self._packer.add(keys, name, smaller, batch.times):
                     self._close()
@@ -226,61 +226,21 @@ class _Writer:
             )
 
 
-class _RareKeys:
-    """Keys that occur too rarely for their own row."""
+def _counted(
+    source: BatchSource, tables: Iterable[Table], first: int, reporter: ProgressReporter
+) -> Generator[tuple[RawBatch, int, int], None, None]:
+    """Yield all keys of each batch, and the cursor after it."""
+    for number, batch in enumerate(source(first, lambda _: None), first + 1):
+        yield _one_sample(tables, batch.occurrences), 0, number
+        reporter.samples += batch.num_samples
+        reporter.update(0)
 
-    filter: FrequencyFilter
 
-    def __init__(self, plan: RecordingPlan, folder: Path, workers: Workers) -> None:
-        features = tuple(Feature(name=one.name, table=one.name, hotness="ragged") for one in plan.schema.tables)
-        self._schema = Schema(features=features, tables=plan.schema.tables)
-        self._plan, self._folder, self._workers = plan, folder, workers
-
-    def count(self, source: BatchSource, state: ExtractionState, reporter: ProgressReporter) -> ExtractionState:
-        """Count all keys into runs on disk, and write the state with every run."""
-        counter, number = KeyCounter(self._schema, self._plan.memory_bytes, self._workers), state.row
-        reporter.begin("count")
-
-        def write_run(**changes: Any) -> ExtractionState:
-            run = counter.write_run(self._folder / run_name(len(state.runs)))
-            return replace(state, runs=(*state.runs, run), **changes)
-
-        for batch in source.batches(number, lambda _: None):
-            is_full = counter.add(self._raw(batch.occurrences))
-            number += 1
-            reporter.samples += batch.num_samples
-            reporter.update(0)
-            if is_full:
-                state = write_run(row=number)
-                state.write(self._folder)
-        state = write_run(row=0, is_counted=True)
-        state.write(self._folder)
-        return state
-
-    def decide(self, state: ExtractionState) -> None:
-        """Merge the runs."""
-        runs = [
-            open_key_set(self._folder / run_name(index), self._schema.ordered_tables, run.rows, run.digest)
-            for index, run in enumerate(state.runs)
-        ]
-        files = decide(
-            self._schema, runs, [], min_count=self._plan.min_count, folder=self._folder,
-            num_bytes=self._plan.memory_bytes,
-        )  # fmt: skip
-        self.filter = FrequencyFilter(self._schema, files)
-
-    def without(self, keys: Mapping[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
-        """Return keys by table, with each rare key replaced by the out-of-vocabulary key."""
-        return {name: one.keys for name, one in self.filter.apply(self._raw(keys)).features.items()}
-
-    def _raw(self, keys: Mapping[str, NDArray[np.int64]]) -> RawBatch:
-        """Return keys by table as one sample."""
-        none = np.empty(0, np.int64)
-        features = {
-            one.name: FeatureKeys(found := keys.get(one.name, none), np.array([0, found.size]))
-            for one in self._schema.features
-        }
-        return RawBatch(None, np.empty((1, 0), np.float32), features)
+def _one_sample(tables: Iterable[Table], keys: Mapping[str, NDArray[np.int64]]) -> RawBatch:
+    """Return keys by table as one sample, for `key_schema`."""
+    none = np.empty(0, np.int64)
+    features = {t.name: FeatureKeys(of := keys.get(t.name, none), np.array([0, of.size])) for t in tables}
+    return RawBatch(None, np.empty((1, 0), np.float32), features)
 
 
 def _compact(indices: NDArray[np.int64] | None) -> Any:

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from tiercache.data.array_file import ArrayFileWriter
 from tiercache.data.dataset import PassDataset
 from tiercache.data.manifest import MANIFEST, RARE_KEYS, Manifest, SubDatasetRecord, file_errors, file_name, new_folder
 from tiercache.data.pass_builder import RowBudget
-from tiercache.data.sample_layout import column_array
 from tiercache.data.sub_dataset import SampleBuffers
 from tiercache.errors import BudgetError, DatasetError
 from tiercache.sizes import parse_bytes
@@ -65,25 +64,19 @@ def repartition(
     old = passes if isinstance(passes, PassDataset) else PassDataset.open(passes)
     if (device_budget is None) == (rows is None):
         raise ValueError("pass either device_budget or rows, the limit of each part of a pass")
-    batch_multiple = (
-        int(old.manifest.options.get("batch_multiple", _ALIGN)) if batch_multiple is None else batch_multiple
-    )
+    if batch_multiple is None:
+        batch_multiple = int(old.manifest.options.get("batch_multiple", _ALIGN))
     batch_multiple, devices = integer(batch_multiple, "batch_multiple"), integer(devices, "devices")
     rows = None if rows is None else integer(rows, "rows")
     if batch_multiple < 1 or (rows is not None and rows < 1):
         raise ValueError(f"invalid batch_multiple {batch_multiple} or rows {rows}: expected whole numbers, at least 1")
     if devices < 1 or (rows is not None and devices > 1):
         raise ValueError(f"invalid devices {devices}: expected a whole number, at least 1, and only with device_budget")
-    limit: _Limit = _Keys(rows or 0)
     num_bytes = None if device_budget is None else parse_bytes(device_budget)
-    if num_bytes is not None:
-        limit = RowBudget(old.tables, num_bytes, devices)
+    limit: RowBudget | _Keys = _Keys(rows or 0) if num_bytes is None else RowBudget(old.tables, num_bytes, devices)
     options: dict[str, Any] = {
-        "split_of": old.digest,
-        "device_budget": num_bytes,
-        "rows": rows,
-        "batch_multiple": batch_multiple,
-    }
+        "split_of": old.digest, "device_budget": num_bytes, "rows": rows, "batch_multiple": batch_multiple,
+    }  # fmt: skip
     if devices > 1:  # key sets made for one device do not record devices
         options["devices"] = devices
     directory = new_folder(out)
@@ -93,7 +86,7 @@ def repartition(
         return _split(old, directory, limit, options)
 
 
-def _split(old: PassDataset, directory: Path, limit: _Limit, options: dict[str, Any]) -> PassDataset:
+def _split(old: PassDataset, directory: Path, limit: RowBudget | _Keys, options: dict[str, Any]) -> PassDataset:
     batch_multiple = options["batch_multiple"]
     records: list[SubDatasetRecord] = []
     parts: list[list[int]] = []
@@ -205,21 +198,8 @@ def split_cursor(
     return epoch * len(passes) + sum(map(len, parts[:place])) + part, sample
 
 
-class _Limit(Protocol):
-    """The limit of a part; ``rows`` are always by table, in the order of table ids."""
-
-    def fits(self, rows: Sequence[int]) -> bool:
-        """Return True if a part may have these rows."""
-
-    def close(self, rows: Sequence[int]) -> None:
-        """Count a part with these rows."""
-
-    def excess(self, rows: Sequence[int]) -> str:
-        """Return the part of an error message that compares these rows with the limit."""
-
-
 class _Keys:
-    """A limit of the number of keys of all tables."""
+    """A limit of the number of keys of all tables, with the methods of `RowBudget`."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -243,7 +223,7 @@ def _finished(directory: Path, options: dict[str, Any]) -> PassDataset:
 
 
 def _parts(
-    source: SubDataset, schema: Schema, limit: _Limit, batch_multiple: int
+    source: SubDataset, schema: Schema, limit: RowBudget | _Keys, batch_multiple: int
 ) -> Iterator[tuple[int, int, dict[str, NDArray[np.bool_]]]]:
     """Yield first sample and end of each part of a pass, and masks of its keys that the part has, by table."""
     names = [table.name for table in schema.ordered_tables]
@@ -322,28 +302,15 @@ def _write(
     path, buffers, done = directory / file_name(index), SampleBuffers(), dict.fromkeys(values, 0)
     temporary = path.with_name(path.name + ".tmp")
     writer = ArrayFileWriter(temporary, old.layout.file(high - low, rows, values))
+    for name in values:
+        writer.write(f"offsets.{name}", 0, np.zeros(1, np.int64))
     for begin, end in pairwise([*range(low, high, _CHUNK_SAMPLES), high]):
-        samples, row = source.read(np.arange(begin, end), buffers), begin - low
-        ids = {}
+        samples, row, ids = source.read(np.arange(begin, end), buffers), begin - low, {}
         for feature in old.schema.features:
-            entry = samples.ids[feature.name]
-            ids[feature.name] = place[feature.table][entry.ids]
+            ids[feature.name] = place[feature.table][samples.ids[feature.name].ids]
             np.add.at(counts[feature.table], ids[feature.name], 1)
-            at = done.get(feature.name, row)
-            if feature.hotness != "one_hot":
-                writer.write(f"ids.{feature.name}", at, ids[feature.name])
-            if entry.weights is not None:
-                writer.write(f"weights.{feature.name}", at, entry.weights)
-            if feature.name in done:
-                assert entry.offsets is not None
-                writer.write(f"offsets.{feature.name}", row, entry.offsets + at)
-                done[feature.name] += entry.num_ids
-        if samples.label is not None:
-            writer.write("label", row, samples.label)
-        for name, column in samples.columns.items():
-            writer.write(column_array(name), row, column)
-        if old.schema.dense:
-            writer.write("dense", row, samples.dense)
+        for name, at, array in old.layout.parts(samples, samples.ids, ids, row, done):
+            writer.write(name, at, array)
         if old.schema.singles:
             writer.write("ids", row, np.stack([ids[f.name] for f in old.schema.singles], axis=1))
     for name, marks in seen.items():

@@ -9,6 +9,7 @@ import shutil
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from tiercache.data.dataset import PassDataset
 from tiercache.data.manifest import MANIFEST, UNFINISHED, VERSION, SubDatasetRecord
 from tiercache.errors import ExtractionError
 from tiercache.store.files import FULL, read_whole, replace_file
@@ -16,6 +17,9 @@ from tiercache.store.locks import IN_USE
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tiercache.data.manifest import Manifest
+    from tiercache.schema import Schema
 
 _STATE = "state.json"
 _LOCK = "lock"
@@ -176,6 +180,17 @@ class WorkFolder:
     def close(self) -> None:
         """Release the lock; the files stay."""
         self._lock.close()
+
+
+def reopened(
+    out: Path, manifest: Manifest, schema: Schema, options: dict[str, Any], inputs: tuple[dict[str, Any], ...]
+) -> PassDataset:
+    """Return the finished dataset in ``out``. Raises ExtractionError if it has other options or inputs."""
+    check_same(manifest.options, manifest.inputs, options, inputs, out)
+    WorkFolder(out).remove()  # left if the extraction was killed at its end
+    if manifest.schema != schema:
+        replace(manifest, schema=schema).write(out)  # with other dims, optimizers, initializers or seeds
+    return PassDataset.open(out)
 
 
 def _difference(name: str, before: Any, now: Any) -> str:

@@ -13,11 +13,16 @@ from tiercache.data.array_file import ArrayLayout, ArraySpec
 from tiercache.errors import DatasetError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from numpy.typing import NDArray
 
     from tiercache.data.manifest import Recording
+    from tiercache.data.raw_batch import FeatureKeys, RawBatch
+    from tiercache.data.sub_dataset import EncodedBatch
     from tiercache.schema import Feature, Schema
     from tiercache.store.table import Table
+    from tiercache.values.ids import FeatureIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,32 @@ class SampleLayout:
             arrays += [one for one in kept if one.dtype.itemsize == size]
         names = {"ids": [f.name for f in self.schema.singles], "dense": [d.column for d in self.schema.dense]}
         return ArrayLayout(arrays, _METADATA | {name: json.dumps(columns) for name, columns in names.items()})
+
+    def parts(
+        self, samples: RawBatch | EncodedBatch, lists: Mapping[str, FeatureKeys | FeatureIds],
+        ids: Mapping[str, NDArray[np.int32]], row: int, values: dict[str, int],
+    ) -> Iterator[tuple[str, int, NDArray[Any]]]:  # fmt: skip
+        """Yield the parts of arrays, but for single ids, that some samples are: array, first row, and rows.
+
+        lists: by feature. ids: by feature, flat. row: the samples before. values: as for `file`, the ids of lists
+        before these; those of the samples are added. The first offset, 0, is nobody's.
+        """
+        if samples.label is not None:
+            yield "label", row, samples.label
+        if self.schema.dense:
+            yield "dense", row, samples.dense
+        for name, column in samples.columns.items():
+            yield column_array(name), row, column
+        for feature in self.schema.features:
+            name, entry, at = feature.name, lists[feature.name], values.get(feature.name, row)
+            if name in values:
+                assert entry.offsets is not None
+                yield f"offsets.{name}", row + 1, entry.offsets[1:] + at
+                values[name] += ids[name].size
+            if feature.hotness != "one_hot":
+                yield f"ids.{name}", at, ids[name]
+            if entry.weights is not None:
+                yield f"weights.{name}", at, entry.weights
 
 
 def column_array(name: str) -> str:

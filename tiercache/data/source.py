@@ -29,14 +29,9 @@ if TYPE_CHECKING:
     from tiercache.schema import Schema
 
 READERS: dict[str, type[FileReader]] = {
-    "parquet": ParquetReader,
-    "ipc": IpcReader,
-    "csv": TextReader,
-    "criteo": TextReader,
-    "numpy": NumpyReader,
-    "split_binary": SplitBinaryReader,
-    "python": PythonReader,
-}
+    "parquet": ParquetReader, "ipc": IpcReader, "csv": TextReader, "criteo": TextReader, "numpy": NumpyReader,
+    "split_binary": SplitBinaryReader, "python": PythonReader,
+}  # fmt: skip
 """By ``InputFile.format``."""
 
 
@@ -74,7 +69,6 @@ class BadRows:
         return BadRows(self.skipped + other.skipped, self.padded + other.padded, self.unlabeled + other.unlabeled)
 
     def __str__(self) -> str:
-        """Return the counts that are not 0, as text."""
         counts = {"skipped": self.skipped, "padded": self.padded, "dropped without a label": self.unlabeled}
         return ", ".join(f"{counted(count, 'row')} {what}" for what, count in counts.items() if count)
 
@@ -87,8 +81,12 @@ class Source:
         self._uses = column_uses(schema, cut_column)
         self._used_as = uses_by_column(self._uses)
         self._columns = tuple(dict.fromkeys(use.column for use in self._uses))
-        self._decoding_bytes = self._done_before = 0
-        self._done_in_file = 0.0
+        self.total_bytes = sum(file.size for file in self.files)
+        """Bytes of all files."""
+        self.done_bytes = self._done_before = 0
+        """Approximate bytes of ``total_bytes`` that were read up to the last batch."""
+        self.decoding_bytes = 0
+        """The approximate memory for decoding, besides the batches; twice that with threads."""
         self._counts: dict[int, BadRows] = {}
         self._kinds: dict[str, tuple[InputFile, str]] = {}
         """The kind of keys of each column in a cross, and the first file with it."""
@@ -96,7 +94,7 @@ class Source:
         """The dtypes of kept columns for which the schema has none, by column."""
         for file in self.files:
             reader = self._open(file)
-            self._decoding_bytes = max(self._decoding_bytes, reader.decoding_bytes)
+            self.decoding_bytes = max(self.decoding_bytes, reader.decoding_bytes)
             arrow_schema = reader.schema
             for name, value in self._constants(file, reader).items():
                 arrow_schema = arrow_schema.append(pa.field(name, value.type))
@@ -115,21 +113,6 @@ class Source:
                         )
 
     @property
-    def total_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size for file in self.files)
-
-    @property
-    def done_bytes(self) -> int:
-        """Approximate bytes of ``total_bytes`` that were read up to the last batch."""
-        return self._done_before + int(self._done_in_file)
-
-    @property
-    def decoding_bytes(self) -> int:
-        """The approximate memory for decoding, besides the batches; twice that with threads."""
-        return self._decoding_bytes
-
-    @property
     def bad_rows(self) -> BadRows:
         """The bad rows of the files of the last iteration, each counted from its first row."""
         return sum(self._counts.values(), BadRows())
@@ -143,10 +126,10 @@ class Source:
         batch.first_row + its rows) continues exactly where that batch ended. One iteration at a time. Raises
         SourceError naming what cannot be read.
         """
-        self._done_before = sum(file.size for file in self.files[:file_index])
-        self._counts = {}
+        self._counts, done = {}, sum(file.size for file in self.files[:file_index])
         for index in range(file_index, len(self.files)):
-            file, self._done_in_file = self.files[index], 0.0
+            self.done_bytes = self._done_before = done
+            file = self.files[index]
             reader = self._open(file)
             try:
                 yield from self._kept(
@@ -154,7 +137,8 @@ class Source:
                 )
             except (OSError, pa.ArrowException, UnicodeError) as error:
                 raise _unreadable(file, reader, error) from error
-            self._done_before, self._done_in_file = self._done_before + file.size, 0.0
+            done += file.size
+        self.done_bytes = done
 
     def _kept(self, index: int, reader: FileReader, row: int, **how: Any) -> Iterator[SourceBatch]:
         """Read one file from its ``row``-th kept row on."""
@@ -175,7 +159,7 @@ class Source:
                 batch, rows = self._labeled(batch, read, piece.rows, is_first=not unlabeled)
                 unlabeled += count - batch.num_rows
             read += count
-            self._done_in_file = file.size * piece.fraction
+            self.done_bytes = self._done_before + int(file.size * piece.fraction)
             self._counts[index] = BadRows(reader.skipped, reader.padded, unlabeled)
             dropped = min(skip, batch.num_rows)
             skip, kept = skip - dropped, kept + dropped

@@ -30,7 +30,6 @@ from tiercache.data.open_pass import PassCloser
 from tiercache.data.pass_builder import Cut, Cutter, PassBuilder, RowBudget, cut_values
 from tiercache.data.raw_batch import RawBatch, join
 from tiercache.data.resume import ExtractionState, WorkFolder
-from tiercache.data.sample_layout import SampleLayout
 from tiercache.data.source import BadRows, Source
 from tiercache.distribution import install_command
 from tiercache.errors import BudgetError, ExtractionError, SourceError
@@ -67,10 +66,7 @@ class Job:
 
     def row_budget(self, passes: Iterable[SubDatasetRecord]) -> RowBudget:
         """Return the row budget after some closed passes."""
-        budget = RowBudget(self.schema.tables, self.device_bytes, self.devices)
-        for record in passes:
-            budget.close([record.rows[table.name] for table in self.schema.ordered_tables])
-        return budget
+        return RowBudget(self.schema.tables, self.device_bytes, self.devices, passes)
 
 
 class PassRange(NamedTuple):
@@ -163,19 +159,11 @@ def write_pass(job: Job, files: Sequence[InputFile], row: int, samples: int, ind
         _reading(job, files, row) as (_, memory, workers, batches),
     ):
         closer = PassCloser(work, ExtractionState(options={}, inputs=()), workers)
+        rows = RowBudget(job.schema.tables, 1 << 62)  # placing has already counted earlier passes
         builder = PassBuilder(
-            SampleLayout(job.schema),
-            work,
-            closer,
-            workers,
-            cut=Cut("file"),
-            unit=job.unit,
-            rows=RowBudget(job.schema.tables, 1 << 62),  # placing has already counted earlier passes
-            memory=memory,
-            with_samples=job.with_samples,
-            on_close=lambda _: None,
-            first_pass=index,
-        )
+            job.schema, closer, cut=Cut("file"), unit=job.unit, rows=rows, memory=memory,
+            with_samples=job.with_samples, on_close=lambda _: None, first_pass=index,
+        )  # fmt: skip
         try:
             for batch in batches:
                 part = encode(job.schema, batch).slice(0, min(remaining, batch.columns.num_rows))

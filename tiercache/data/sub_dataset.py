@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from tiercache.data.manifest import SubDatasetRecord
     from tiercache.data.sample_layout import SampleLayout
 
+    _Lists = dict[str, NDArray[np.int64]]
+
 _MOST_LAYOUTS = 32  # per dataset, which may have thousands of sub-datasets
 
 
@@ -71,7 +73,6 @@ class SampleMemory(Protocol):
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return uninitialized memory."""
-        ...
 
 
 class SampleBuffers:
@@ -196,17 +197,16 @@ class SubDataset:
                 f"samples {indices.min()} .. {indices.max()} were requested, but sub-dataset {self.index} has "
                 f"{self.samples}: indices start at 0"
             )
-        layout, file, lists = self._block_layout(indices.size, orders, features), self._file, _Lists({}, {})
+        layout, file = self._block_layout(indices.size, orders, features), self._file
         file.check_rows(layout.arrays, indices)
-        if layout.fixed is None:
-            lists = self._find_lists(layout, indices)
-        places = layout.fixed or layout.place({name: int(offsets[-1]) for name, offsets in lists.offsets.items()})
+        begins, offsets = self._find_lists(layout, indices)
+        places = layout.fixed or layout.place({name: int(ends[-1]) for name, ends in offsets.items()})
         memory = (SampleBuffers() if into is None else into).take(places.begins[-1])
         block = SampleBlock(memory, layout, places)
         wrong = gather_samples(file.words, indices, places.copies, memory.view(np.int32))
         if layout.fixed is None:
-            wrong |= self._gather_lists(block, lists)
-        samples = self._samples(block, indices, lists.offsets)
+            wrong |= self._gather_lists(block, begins, offsets)
+        samples = self._samples(block, indices, offsets)
         if wrong < 0:
             self._refuse_ids(samples)
         return samples
@@ -249,9 +249,10 @@ class SubDataset:
             made[key] = found
         return found
 
-    def _find_lists(self, layout: BlockLayout, indices: NDArray[np.int64]) -> _Lists:
-        """Return the ranges of lists of any length in the file, and the offsets of their ids in the block."""
-        found, file = _Lists({}, {}), self._file
+    def _find_lists(self, layout: BlockLayout, indices: NDArray[np.int64]) -> tuple[_Lists, _Lists]:
+        """Return the starts (n,) of lists of any length in the file, and the offsets (n + 1,) of their ids."""
+        found: tuple[_Lists, _Lists] = ({}, {})
+        file = self._file
         for name in (f.name for f in self._layout.ragged if f.name in layout.ids):
             begins, offsets = np.empty(indices.size, np.int64), np.empty(indices.size + 1, np.int64)
             all_offsets, num_values = file.array(f"offsets.{name}"), file.layout.specs[f"ids.{name}"].shape[0]
@@ -264,10 +265,10 @@ class SubDataset:
                     f"{file.label}feature {name!r} of sample {sample} in {file.path} has the values {first} to "
                     f"{last}, but there are {num_values}: delete the dataset and extract it again"
                 )
-            found.begins[name], found.offsets[name] = begins, offsets
+            found[0][name], found[1][name] = begins, offsets
         return found
 
-    def _gather_lists(self, block: SampleBlock, lists: _Lists) -> int:
+    def _gather_lists(self, block: SampleBlock, begins: _Lists, offsets: _Lists) -> int:
         """Copy lists of any length to all their pieces, and write the offsets of bags for orders that need them.
 
         Return a negative number if an id is not in its table.
@@ -278,26 +279,23 @@ class SubDataset:
             if array is None:
                 out.view(np.float32).fill(1.0)
                 continue
-            begins, offsets = lists.begins[name], lists.offsets[name]
-            file.check(array, begins, begins + np.diff(offsets))
-            gather_lists(file.array(array).view(np.int32), begins, offsets, out)
+            file.check(array, begins[name], begins[name] + np.diff(offsets[name]))
+            gather_lists(file.array(array).view(np.int32), begins[name], offsets[name], out)
             if array.startswith("ids."):
                 limit = self.rows(layout.features[name].table)
                 wrong -= check_ids(out, np.array([0, out.size]), np.array([limit])) >= 0
         for order, pieces, starts in zip(layout.orders, layout.order_pieces, block.places.starts, strict=True):
-            if pieces.offsets is None or lists.offsets.keys().isdisjoint(order.features):
+            if pieces.offsets is None or offsets.keys().isdisjoint(order.features):
                 continue
             ends = block.array(pieces.offsets, len(order.features) * n + 1, np.int64)
             ends[0] = 0
             for f, name in enumerate(order.features):
                 to, num_ids = ends[1 + f * n : 1 + (f + 1) * n], block.places.num_ids[name]
-                own = lists.offsets[name][1:] if name in lists.offsets else _offsets(n, num_ids)[1:]
-                np.add(own, starts[f], out=to)
+                own = offsets[name] if name in offsets else _offsets(n, num_ids)
+                np.add(own[1:], starts[f], out=to)
         return wrong
 
-    def _samples(
-        self, block: SampleBlock, indices: NDArray[np.int64], offsets: Mapping[str, NDArray[np.int64]]
-    ) -> EncodedBatch:
+    def _samples(self, block: SampleBlock, indices: NDArray[np.int64], offsets: _Lists) -> EncodedBatch:
         layout, n, schema = block.layout, indices.size, self.schema
         label, dense, columns = None, np.empty((n, 0), np.float32), {}
         if schema.label is not None:
@@ -312,7 +310,6 @@ class SubDataset:
         return EncodedBatch(label, dense, BlockIds(block, offsets), columns, block)
 
     def _refuse_ids(self, samples: EncodedBatch) -> NoReturn:
-        """Raise DatasetError for the first id that is not in its table."""
         for name, found in samples.ids.items():
             table = self.schema.feature(name).table
             limit = self.rows(table)
@@ -325,19 +322,10 @@ class SubDataset:
         raise AssertionError("an invalid id became valid")
 
 
-class _Lists(NamedTuple):
-    """Lists of any length, by feature."""
-
-    begins: dict[str, NDArray[np.int64]]
-    """(n,) starts in the sub-dataset's ids."""
-    offsets: dict[str, NDArray[np.int64]]
-    """(n + 1,) offsets of the ids in the block."""
-
-
 class BlockIds(Mapping[str, FeatureIds]):
     """The ids in a block, by feature. Arrays are made at their first use, because few batches need any of them."""
 
-    def __init__(self, block: SampleBlock, offsets: Mapping[str, NDArray[np.int64]]) -> None:
+    def __init__(self, block: SampleBlock, offsets: _Lists) -> None:
         self._block, self._offsets, self._made = block, offsets, dict[str, FeatureIds]()
         self.weighted: Collection[str] = block.layout.weights
         """The features with weights."""

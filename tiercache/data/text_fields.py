@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import re
+import time
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tiercache.data.columns import as_64_bits
 from tiercache.errors import SourceError
 
 if TYPE_CHECKING:
@@ -105,6 +109,42 @@ class TextStream(io.RawIOBase):
         keep = 0 if is_end else keep
         data, self._partial = data[: len(data) - keep], data[len(data) - keep :]
         return data or (b"" if is_end else self.read(size))
+
+
+_EXIT_SECONDS = 5.0
+"""The most that the end of a process waits."""
+_POLL_SECONDS = 0.001
+
+
+class LentFile(io.RawIOBase):
+    """A readable file that only an Arrow reader refers to: it exists until Arrow frees the reader.
+
+    That may happen on one of Arrow's threads, after the reader has ended or failed. A thread that needs Python while
+    the interpreter shuts down is killed, which aborts the process: so the process waits for it before it ends.
+    """
+
+    def __init__(self, file: Any) -> None:
+        """file: stays open."""
+        self._file = file
+        _LENT.add(self)
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next bytes; none at the end."""
+        return self._file.read(size)  # type: ignore[no-any-return]
+
+
+_LENT: WeakSet[LentFile] = WeakSet()
+
+
+@atexit.register
+def _wait() -> None:
+    end = time.monotonic() + _EXIT_SECONDS
+    while _LENT and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
 
 
 class _Quotes:
@@ -219,11 +259,8 @@ def integers(texts: Any, null_words: Sequence[str]) -> Any:
     if pc.any(is_hex).as_py():  # Arrow would read some of them, and wrap those from 2^63 on
         at = is_hex.index(True).as_py()
         raise InvalidTextError(at, texts[at].as_py(), HEX_EXPECTED)
-    for kind in (pa.int64(), pa.uint64()):
-        try:
-            return texts.cast(kind)
-        except pa.ArrowInvalid:
-            continue
+    if (found := as_64_bits(texts)) is not None:
+        return found
     is_integer = pc.fill_null(pc.match_substring_regex(texts, _INTEGER), fill_value=False)
     floats = _floats(pc.if_else(is_integer, None, texts))
     numbers = floats.to_numpy(zero_copy_only=False)
@@ -243,11 +280,8 @@ def integers(texts: Any, null_words: Sequence[str]) -> Any:
 
 def _exact(digits: Any) -> Any:
     """Return integers, all of them signed or all unsigned."""
-    for kind in (pa.int64(), pa.uint64()):
-        try:
-            return digits.cast(kind)
-        except pa.ArrowInvalid:
-            continue
+    if (found := as_64_bits(digits)) is not None:
+        return found
     known = [None if text is None else int(text) for text in digits.to_pylist()]
     least = next((n for n, value in enumerate(known) if value is not None and value < 0), None)
     for at, value in enumerate(known):

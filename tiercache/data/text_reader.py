@@ -16,12 +16,12 @@ import pyarrow.csv as pacsv
 
 from tiercache.data.column_types import csv_types, kind_of
 from tiercache.data.inputs import open_binary
-from tiercache.data.lent_files import LentFile
 from tiercache.data.readers import LARGEST_BATCH, FileReader, Piece
 from tiercache.data.text_fields import (
     HEX_EXPECTED,
     UNIT_SEPARATOR,
     InvalidTextError,
+    LentFile,
     TextStream,
     integers,
     reals,
@@ -378,7 +378,6 @@ class TextReader(FileReader):
         return str(self.schema.names[int(match[1])]) if match else None
 
     def _note(self, noted: list[_BadRow], bad: Any) -> str:
-        """Record a row with a different number of fields than the first line."""
         noted.append(_BadRow(bad.number - self._first_row, bad.actual_columns, bad.expected_columns, bad.text))
         return "skip"
 
@@ -389,15 +388,12 @@ class TextReader(FileReader):
             return source
         return TextStream(self._file.path, source, self._delimiter.encode(), self._quote.encode())
 
-    def _needs_no_python(self, stream: Any) -> bool:
-        """Return True for a local file that Arrow reads itself."""
-        return isinstance(stream, pa.NativeFile) and not isinstance(self._raw, pa.PythonFile)
-
     def _reader(self, stream: Any, convert: Any = None, names: list[str] | None = None, *, quiet: bool = False) -> Any:
         """quiet: rows with a different number of fields are skipped without a note."""
         names = names or self._names
+        is_native = isinstance(stream, pa.NativeFile) and not isinstance(self._raw, pa.PythonFile)
         return pacsv.open_csv(
-            stream if self._needs_no_python(stream) else LentFile(stream),
+            stream if is_native else LentFile(stream),
             # Blocks are parsed one after another, so that bad rows know their number.
             read_options=pacsv.ReadOptions(
                 block_size=self._block_bytes,

@@ -79,7 +79,6 @@ class TokenFiles:
             )
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> Any:
@@ -231,7 +230,6 @@ def _limits(dtype: np.dtype[Any]) -> tuple[int, int]:
 
 
 def _check_fit(array: NDArray[Any], dtype: np.dtype[Any]) -> None:
-    """Raise DatasetError unless all tokens of an array of integers fit the dtype."""
     least, most = _limits(dtype)
     if array.size and not (least <= int(array.min()) and int(array.max()) <= most):
         raise DatasetError(
@@ -307,7 +305,6 @@ def _checksum(array: NDArray[Any]) -> int:
 
 
 def _texts(texts: Any, column: str) -> Iterator[NDArray[Any]]:
-    """Yield the tokens of each text."""
     if isinstance(texts, str | os.PathLike):
         texts = [texts]
     for number, one in enumerate(texts):

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from tiercache.data.manifest import Recording
-from tiercache.data.pass_builder import device_bytes
 from tiercache.data.recording import RecordingPlan, write_recording
 from tiercache.errors import DatasetError
 from tiercache.sizes import parse_bytes
 from tiercache.store.files import local_path
 from tiercache.store.records import integer, positive
-from tiercache.store.table import group_tables
 from tiercache.train.batches import in_order, sample_order
 from tiercache.train.key_recorder import KeyRecorder, schema_of
 from tiercache.train.loader_batches import BatchIndices, Sampling, SeededDataset, as_is, made_batches, own_generator
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     from tiercache.data.dataset import PassDataset
     from tiercache.data.extraction_progress import ExtractionProgress
-    from tiercache.data.recording import BatchSource, RecordedBatch
+    from tiercache.data.recording import RecordedBatch
 
 _BATCH, _ORDER = 4, 5
 """Purposes of random numbers, the first word of `mixed`."""
@@ -115,25 +114,15 @@ def record_key_sets(
         batches=0, lookups=0, batch_size=batches.batch_size, first_batch=0, dataset_length=batches.length,
         seed=seed, same_draws=same_draws, unbatched=batches.unbatched,
     )  # fmt: skip
-    device_memory = parse_bytes(device_budget)
-    options = {
-        "schema": schema.digest,
-        "groups": [[[t.name for t in g.tables], device_bytes(g)] for g in group_tables(schema.tables)],
-        "device_budget": device_memory,
-        "min_count": min_count,
-        "devices": devices,
-        "seed": seed,
-        "same_draws": same_draws,
-        "by": "forward" if keys is None else "keys",
-    }
+    facts = {"seed": seed, "same_draws": same_draws, "by": "forward" if keys is None else "keys", **batches.facts}
     plan = RecordingPlan(
-        schema=schema, device_bytes=device_memory, devices=devices, min_count=min_count,
-        memory_bytes=parse_bytes(memory_limit), options=options | batches.facts, recording=recording,
+        schema=schema, device_bytes=parse_bytes(device_budget), devices=devices, min_count=min_count,
+        memory_bytes=parse_bytes(memory_limit), facts=facts, recording=recording,
     )  # fmt: skip
     folder = local_path(out, "a dataset that one machine writes")
     with kept_numbers(devices=True):
-        source = _Recorded(batches, KeyRecorder(model, schema, call=call, keys=keys, seed=seed))
-        return write_recording(folder, plan, source, progress)
+        recorder = KeyRecorder(model, schema, call=call, keys=keys, seed=seed)
+        return write_recording(folder, plan, partial(_recorded, batches, recorder), progress)
 
 
 def _source(loader: Any, seed: int, *, same_draws: bool) -> _Samples | _Iterable:
@@ -295,17 +284,9 @@ class _Iterable:
                 yield None, batch
 
 
-class _Recorded:
-    """The recorded batches of a loader: the source of a recording."""
-
-    def __init__(self, batches: _Samples | _Iterable, recorder: KeyRecorder) -> None:
-        self._batches, self._recorder = batches, recorder
-
-    def batches(self, first: int, skipped: Callable[[NDArray[np.int64]], None]) -> Generator[RecordedBatch, None, None]:
-        """Yield the keys of the batches from number ``first`` on."""
-        for number, (indices, batch) in enumerate(self._batches.indexed(first, skipped), first):
-            yield self._recorder.record(number, batch, indices)
-
-
-if TYPE_CHECKING:
-    _: type[BatchSource] = _Recorded
+def _recorded(
+    batches: _Samples | _Iterable, recorder: KeyRecorder, first: int, skipped: Callable[[NDArray[np.int64]], None]
+) -> Generator[RecordedBatch, None, None]:
+    """Yield the keys of the batches from number ``first`` on, as a `BatchSource`."""
+    for number, (indices, batch) in enumerate(batches.indexed(first, skipped), first):
+        yield recorder.record(number, batch, indices)
