@@ -120,10 +120,7 @@ class ArrayFile:
         return np.frombuffer(self._map, spec.dtype, prod(spec.shape), begin).reshape(spec.shape)
 
     def check(self, name: str, begins: NDArray[np.int64] | int, ends: NDArray[np.int64] | int) -> None:
-        """Check the blocks with rows [begin, end) of an array, for each pair, unless they were checked before.
-
-        Raises DatasetError for a damaged block.
-        """
+        """Check blocks with rows [begin, end) of an array, for each pair, once. Raises DatasetError for damage."""
         if name in self._checked:
             return
         low, high, size = np.atleast_1d(begins), np.atleast_1d(ends), self.layout.row_bytes(name)

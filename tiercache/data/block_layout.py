@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tiercache.data.sample_layout import column_array
+from tiercache.data.sample_layout import SampleLayout, column_array
 from tiercache.kernels.cpu.samples import NO_LIMIT, ONES, STEPS
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.data.sample_layout import SampleLayout
     from tiercache.schema import Feature
 
 _ALIGNED_BYTES = 128  # of an array that a kernel reads

@@ -131,10 +131,7 @@ def csv_types(
 
 
 def dtype_of(kind: Any) -> str:
-    """Return the dtype of a column of numbers or bools, by its plain type.
-
-    Whole decimals are int64, decimals with a fraction and nulls float64.
-    """
+    """Return the dtype of numbers or bools of a plain type: int64 for whole decimals, float64 for others and nulls."""
     if types.is_dictionary(kind):
         kind = kind.value_type
     if types.is_boolean(kind):

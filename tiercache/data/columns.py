@@ -194,10 +194,7 @@ class BadValueError(ValueError):
 
 
 def plain_type(kind: Any, uses: AbstractSet[str]) -> Any:
-    """Return the type that ``plain_array`` gives a column with these uses; the type itself if it is unchanged.
-
-    Decimals that are integer keys become int64, or uint64 beyond it.
-    """
+    """Return the type that ``plain_array`` gives a column with these uses: decimals as keys int64, or uint64 beyond."""
     if isinstance(kind, pa.BaseExtensionType):
         return _EXTENSIONS.get(kind.extension_name, kind)
     if types.is_run_end_encoded(kind):

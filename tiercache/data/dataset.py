@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from tiercache.data.keyset import KeySet, open_key_set
 from tiercache.data.manifest import RARE_KEYS, Manifest, dataset_path
 from tiercache.data.sample_layout import SampleLayout, key_set_layout
-from tiercache.data.sub_dataset import SubDataset
+from tiercache.data.sub_dataset import EncodedBatch, SampleMemory, SubDataset
 from tiercache.errors import DatasetError
 from tiercache.sizes import counted
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.block_layout import IdOrder
-    from tiercache.data.sub_dataset import EncodedBatch, SampleMemory
     from tiercache.schema import Schema
     from tiercache.store.table import Table
 

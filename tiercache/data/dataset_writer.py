@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tiercache.data.dataset import PassDataset
 from tiercache.data.keyset import KeyPacker, key_schema, write_key_set
-from tiercache.data.manifest import MANIFEST, Manifest, file_name, new_folder
+from tiercache.data.manifest import MANIFEST, Manifest, SubDatasetRecord, file_name, new_folder
 from tiercache.data.pass_builder import RowBudget
 from tiercache.data.raw_batch import NULL_KEY
 from tiercache.errors import DatasetError
@@ -19,12 +19,10 @@ from tiercache.schema_parts import nearest
 from tiercache.sizes import parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from tiercache.data.manifest import SubDatasetRecord
     from tiercache.store.table import Table
 
 
@@ -76,10 +74,7 @@ def write_key_sets(
 
 
 def as_keys(what: str, values: Any) -> NDArray[np.int64]:
-    """Return integers of NumPy, torch or Python as int64, in their shape, without a copy if they are int64.
-
-    Raises ValueError, whose message begins with ``what``, for anything else.
-    """
+    """Return integers of NumPy, torch or Python as int64 in their shape, uncopied if possible. Raises ValueError."""
     values = _numpy(values)
     if np.ma.is_masked(values):
         raise ValueError(f"{what} have masked values: drop these, or use a key for them")

@@ -18,7 +18,7 @@ from tiercache.data.column_types import kind_of
 from tiercache.data.columns import as_64_bits
 from tiercache.data.raw_batch import NULL_KEY, RESERVED, FeatureKeys, RawBatch
 from tiercache.kernels.cpu.hashing import xxh64_strings, xxh64_words
-from tiercache.kernels.cpu.unique_keys import in_turn
+from tiercache.kernels.cpu.unique_keys import Run, in_turn
 from tiercache.store.bits import xxh64
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.source import Source, SourceBatch
-    from tiercache.kernels.cpu.unique_keys import Run
     from tiercache.schema import Feature, Schema
 
 

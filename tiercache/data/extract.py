@@ -13,12 +13,12 @@ from tiercache.data.encode import check_first_rows, encode
 from tiercache.data.extraction_progress import ExtractionProgress, ProgressReporter
 from tiercache.data.extraction_resources import MemoryShares, Workers
 from tiercache.data.frequency import FrequencyFilter, KeyCounter, count_keys
-from tiercache.data.inputs import check_read, find_inputs
-from tiercache.data.manifest import RARE_KEYS, VERSION, Manifest, file_name, is_finished
+from tiercache.data.inputs import InputFile, check_read, find_inputs
+from tiercache.data.manifest import RARE_KEYS, VERSION, Manifest, SubDatasetRecord, file_name, is_finished
 from tiercache.data.open_pass import PassCloser
 from tiercache.data.pass_builder import Cut, Cutter, PassBuilder, group_bytes
 from tiercache.data.resume import ExtractionState, WorkFolder, check_names, check_rules, check_same, reopened
-from tiercache.data.source import Source
+from tiercache.data.source import Source, SourceBatch
 from tiercache.data.stages import Job, extract_on
 from tiercache.errors import ExtractionError
 from tiercache.schema import Schema
@@ -29,10 +29,7 @@ from tiercache.store.records import as_integer
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
-    from tiercache.data.inputs import InputFile
-    from tiercache.data.manifest import SubDatasetRecord
     from tiercache.data.raw_batch import RawBatch
-    from tiercache.data.source import SourceBatch
 
 
 _FEW = 4

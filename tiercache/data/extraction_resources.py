@@ -81,10 +81,7 @@ class MemoryShares:
 
     @classmethod
     def plan(cls, total: int, decoding: int) -> MemoryShares:
-        """Divide ``total``: ``decoding`` for files, and 3/8 of the rest for samples in progress.
-
-        Raises BudgetError if nothing is left for keys.
-        """
+        """Divide ``total``: ``decoding`` for files, 3/8 of the rest for samples. Raises BudgetError if too small."""
         least = decoding + 32 * _SMALLEST_CHUNK
         if total < least:
             raise BudgetError(

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.data.keyset import open_key_set, write_key_set
-from tiercache.data.raw_batch import NULL_KEY, OOV_KEY, FeatureKeys
+from tiercache.data.keyset import KeySet, open_key_set, write_key_set
+from tiercache.data.raw_batch import NULL_KEY, OOV_KEY, FeatureKeys, RawBatch
 from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.key_sweeps import search_keys
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
     from tiercache.data.dataset import PassDataset
     from tiercache.data.extraction_resources import Workers
-    from tiercache.data.keyset import KeySet
     from tiercache.data.manifest import SubDatasetRecord
-    from tiercache.data.raw_batch import RawBatch
     from tiercache.data.resume import ExtractionState
     from tiercache.schema import Schema
     from tiercache.store.table import Table
@@ -77,10 +75,7 @@ def count_keys(
     state: ExtractionState,
     folder: Path,
 ) -> ExtractionState:
-    """Count all keys into runs on disk, and write the state with every run.
-
-    batches: from the state's cursor on, each with the cursor after it.
-    """
+    """Count the keys of batches, each with the cursor after it, into runs on disk; write the state with every run."""
 
     def write_run(file_index: int, row: int, *, is_counted: bool) -> None:
         nonlocal state

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from stat import S_ISREG
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
@@ -18,16 +18,10 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from tiercache.data.array_rows import ArrayRows, read_split_spec
-from tiercache.data.column_types import kind_of
+from tiercache.data.column_types import ColumnUse, kind_of
 from tiercache.data.python_batches import PythonBatches
 from tiercache.errors import SourceError
 from tiercache.store.files import open_file
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from tiercache.data.column_types import ColumnUse
-
 
 _INTEGER = re.compile(r"-?[0-9]+")
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
@@ -137,10 +131,7 @@ _ADVICE = "pass files, folders or patterns such as 'day-*.parquet'"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputFile:
-    """A file of samples, as it was when the extraction began.
-
-    A folder of .npy columns, a split-binary data set and a Python iterable are one file each.
-    """
+    """A file of samples, or a folder of .npy columns, a split-binary data set or an iterable, as it was at first."""
 
     path: Path | str
     """A Path for a local file, a URL for others."""
@@ -349,10 +340,7 @@ def _stat(file: InputFile) -> tuple[int, int, str]:
 
 
 def _partition(path: PurePosixPath) -> tuple[tuple[str, str | None], ...]:
-    """Return the columns in the folders ``name=value`` of a path. An empty value and Hive's name for null are null.
-
-    Bytes that are not UTF-8 become surrogates, as in file names.
-    """
+    """Return the columns in the folders ``name=value`` of a path; bytes that are not UTF-8 become surrogates."""
     found = []
     for part in path.parts[:-1]:
         name, equals, value = part.partition("=")

@@ -104,12 +104,10 @@ class KeyPacker:
         self, keys: Mapping[str, NDArray[np.int64]], block: str, smaller: str,
         times: Mapping[str, NDArray[np.int64]] | None = None,
     ) -> bool:  # fmt: skip
-        """Add a block: its keys by table, with all their occurrences. Returns False if the open sub-dataset is full.
+        """Add a block: its keys by table, and the occurrences of each (None: one).
 
-        times: occurrences of each key; None: one each.
-
-        Nothing is added then, and the block fits the next sub-dataset. Raises BudgetError, whose message has ``block``,
-        the block's name, and ``smaller``, how to make it smaller, if the block fits no sub-dataset.
+        Returns False if the open sub-dataset is full: nothing is added then, and the block fits the next one. Raises
+        BudgetError, with ``block``, its name, and ``smaller``, how to make it smaller, if it fits none.
         """
         before, times = {name: list(unique.counts) for name, unique in self._unique.items()}, times or {}
         for name, unique in self._unique.items():

@@ -115,10 +115,7 @@ def _blocks(
     tokens: TokenFiles, grams: Mapping[str, NGrams], block: int, first: int,
     skipped: Callable[[NDArray[np.int64]], None],
 ) -> Generator[RecordedBatch, None, None]:  # fmt: skip
-    """Yield the unique keys of blocks of sequences with their occurrences, as a `BatchSource`.
-
-    Heads are computed only for unique n-grams.
-    """
+    """Yield the unique keys of blocks of sequences with their occurrences, as a `BatchSource`."""
     with closing(Workers()) as workers:
         for begin in range(0, len(tokens), block):
             indices = np.arange(begin, min(len(tokens), begin + block))

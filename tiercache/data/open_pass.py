@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,6 @@ from tiercache.store.files import sync, write_cached
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from concurrent.futures import Future
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -43,18 +42,8 @@ class ScratchArray(NamedTuple):
     """The first row of the part in the array of the sub-dataset."""
 
 
-class ScratchBatch(NamedTuple):
-    """The samples of one batch in the scratch file."""
-
-    samples: int
-    arrays: tuple[ScratchArray, ...]
-
-
 class OpenPass:
-    """A pass that takes more samples.
-
-    Numbers depend on how samples were cut into batches. The positions that replace them when the pass closes do not.
-    """
+    """A pass that takes more samples. The positions that replace numbers in the end do not depend on batches."""
 
     def __init__(
         self, layout: SampleLayout, path: Path, workers: Workers, *, expected: Sequence[int], with_samples: bool
@@ -63,7 +52,7 @@ class OpenPass:
         self.layout, self.path = layout, path
         self.samples = 0
         """Samples taken so far."""
-        self.batches: list[ScratchBatch] = []
+        self.batches: list[list[ScratchArray]] = []
         self.values = dict.fromkeys((f.name for f in layout.ragged), 0) if with_samples else None
         """Ids of all lists so far, by feature with any number of them; None: the pass gets only a key set."""
         self._workers = workers
@@ -119,7 +108,7 @@ class OpenPass:
         arrays = [self._write("ids", first, *singles)] if singles else []
         parts = self.layout.parts(batch, batch.features, numbers, first, self.values)
         arrays += [self._write(name, row, array) for name, row, array in parts]
-        self.batches.append(ScratchBatch(batch.num_samples, tuple(arrays)))
+        self.batches.append(arrays)
 
     def read(self, array: ScratchArray) -> NDArray[Any]:
         """Return a part of an array from the scratch file, flat. Any thread may call it."""
@@ -160,10 +149,7 @@ _SYNC_SECONDS = 1.0
 
 
 def close_pass(open_pass: OpenPass, path: Path, workers: Workers) -> SubDatasetRecord:
-    """Write a sub-dataset; its file is complete, but not on disk yet.
-
-    Memory: positions of all keys, the keys of one table for each worker, and some samples for each.
-    """
+    """Write a sub-dataset, not synced. Memory: all positions, and for each worker a table's keys and some samples."""
     layout, values = open_pass.layout, open_pass.values
     rows = {name: unique.count for name, unique in open_pass.unique.items()}
     samples = 0 if values is None else open_pass.samples
@@ -182,12 +168,12 @@ def close_pass(open_pass: OpenPass, path: Path, workers: Workers) -> SubDatasetR
     all_positions = np.concatenate([*(positions[name] for name in names), np.empty(0, np.int32)])
     bases = np.array([firsts[f.table] for f in singles], np.int64)
 
-    def rewrite(batch: ScratchBatch) -> None:
-        for array in batch.arrays:
+    def rewrite(batch: list[ScratchArray]) -> None:
+        for array in batch:
             values = open_pass.read(array)
             kind, _, feature = array.name.partition(".")
             if array.name == "ids":
-                ids = np.empty((batch.samples, bases.size), np.int32)
+                ids = np.empty((values.size // bases.size, bases.size), np.int32)
                 permute_columns(values, all_positions, bases, ids)
                 values = ids
             elif kind == "ids":

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tiercache.data.column_types import kind_of
-from tiercache.data.open_pass import OpenPass
+from tiercache.data.open_pass import OpenPass, PassCloser
 from tiercache.data.raw_batch import RawBatch
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.errors import BudgetError, ExtractionError
 from tiercache.sizes import distinct_sizes, format_bytes
-from tiercache.store.table import group_tables
+from tiercache.store.table import Group, Table, group_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 
     from tiercache.data.extraction_resources import MemoryShares
     from tiercache.data.manifest import SubDatasetRecord
-    from tiercache.data.open_pass import PassCloser
     from tiercache.data.source import SourceBatch
     from tiercache.schema import Schema
-    from tiercache.store.table import Group, Table
 
     _Numbers = dict[str, NDArray[np.int32]]
 
@@ -221,10 +219,7 @@ class PassBuilder:
         self, schema: Schema, closer: PassCloser, *, cut: Cut, unit: int, rows: RowBudget, memory: MemoryShares,
         with_samples: bool, on_close: Callable[[int], None], first_pass: int = 0,
     ) -> None:  # fmt: skip
-        """unit: samples that stay in one pass together. with_samples: False writes only key sets.
-
-        ``on_close`` is called with the number of passes after each handover. first_pass: passes that others write.
-        """
+        """unit: samples that stay together. on_close: gets the number of passes. first_pass: passes of others."""
         self._layout, self._closer = SampleLayout(schema), closer
         self._cut, self._unit, self._rows, self._memory = cut, unit, rows, memory
         self._with_samples, self._on_close = with_samples, on_close

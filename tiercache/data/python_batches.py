@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,15 +13,9 @@ import pyarrow as pa
 from tiercache.data.columns import CONVERSION_ERRORS, arrow_array, numpy_values
 from tiercache.errors import SourceError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 class PythonBatches:
-    """The batches of an iterable, whose first one is taken to determine its type.
-
-    An iterator can be read once; the first batch may be read any number of times before that.
-    """
+    """The batches of an iterable. The first may be read any number of times, an iterator's others once."""
 
     def __init__(self, data: Iterable[Any], first: Any, rest: Iterator[Any]) -> None:
         self.data, self.first, self._rest = data, first, rest

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from tiercache.data.array_rows import ArrayRows, read_split_spec
-from tiercache.data.column_types import check_columns
+from tiercache.data.column_types import ColumnUse, check_columns
 from tiercache.data.columns import CONVERSION_ERRORS, arrow_array, is_list, list_array, numpy_values, offsets_of
-from tiercache.data.inputs import open_binary
+from tiercache.data.inputs import InputFile, open_binary
 from tiercache.data.python_batches import by_sample, is_collated, is_keyed, is_pair, named_parts, refuse_listed_pair
 from tiercache.data.raw_batch import lacks_last, num_samples
 from tiercache.errors import SourceError
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.data.column_types import ColumnUse
-    from tiercache.data.inputs import InputFile
     from tiercache.schema import Schema
 
 

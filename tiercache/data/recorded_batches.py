@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 
 def lookup_digest(keys: NDArray[np.int64], table_id: int) -> int:
-    """Return the digest of one lookup: of its keys and their counts, in any order.
-
-    ``mix`` of the sum of the keys' hashes and their number, modulo 2^64.
-    """
+    """Return the digest of the keys of a lookup, in any order: ``mix`` of the sum of their hashes and their number."""
     total = np.add.reduce(hash_keys(keys, table_id), dtype=np.uint64, keepdims=True)
     return int(mix(total + np.uint64(keys.size))[0])  # arrays wrap around without a warning
 

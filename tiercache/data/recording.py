@@ -11,7 +11,7 @@ import numpy as np
 
 from tiercache.data.array_file import ArrayFileWriter
 from tiercache.data.dataset import PassDataset
-from tiercache.data.extraction_progress import ProgressReporter
+from tiercache.data.extraction_progress import ExtractionProgress, ProgressReporter
 from tiercache.data.extraction_resources import Workers
 from tiercache.data.frequency import FrequencyFilter, KeyCounter, count_keys
 from tiercache.data.keyset import KeyPacker, key_schema
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.data.extraction_progress import ExtractionProgress
     from tiercache.schema import Schema
     from tiercache.store.table import Table
 

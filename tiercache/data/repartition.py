@@ -17,7 +17,7 @@ from tiercache.data.array_file import ArrayFileWriter
 from tiercache.data.dataset import PassDataset
 from tiercache.data.manifest import MANIFEST, RARE_KEYS, Manifest, SubDatasetRecord, file_errors, file_name, new_folder
 from tiercache.data.pass_builder import RowBudget
-from tiercache.data.sub_dataset import SampleBuffers
+from tiercache.data.sub_dataset import EncodedBatch, SampleBuffers, SubDataset
 from tiercache.errors import BudgetError, DatasetError
 from tiercache.sizes import parse_bytes
 from tiercache.store.files import publish, sync
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.data.sub_dataset import EncodedBatch, SubDataset
     from tiercache.schema import Schema
 
 _CHUNK_SAMPLES = 1 << 15
@@ -122,10 +121,7 @@ def _split(old: PassDataset, directory: Path, limit: RowBudget | _Keys, options:
 
 @contextmanager
 def _exclusive(directory: Path) -> Iterator[None]:
-    """Lock the folder. Raises DatasetError if another process holds the lock.
-
-    The lock is on the folder itself, so a killed call leaves no lock.
-    """
+    """Lock the folder itself, so that a killed call leaves no lock. Raises DatasetError if another process has it."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         try:

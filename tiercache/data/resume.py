@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from tiercache.data.dataset import PassDataset
-from tiercache.data.manifest import MANIFEST, UNFINISHED, VERSION, SubDatasetRecord
+from tiercache.data.manifest import MANIFEST, UNFINISHED, VERSION, Manifest, SubDatasetRecord
 from tiercache.errors import ExtractionError
 from tiercache.store.files import FULL, read_whole, replace_file
 from tiercache.store.locks import IN_USE
@@ -18,7 +18,6 @@ from tiercache.store.locks import IN_USE
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiercache.data.manifest import Manifest
     from tiercache.schema import Schema
 
 _STATE = "state.json"

@@ -13,8 +13,16 @@ import pyarrow.compute as pc
 
 from tiercache.data.column_types import check_columns, column_uses, dtype_of, kind_of, uses_by_column
 from tiercache.data.columns import BadValueError, plain_array, plain_type
-from tiercache.data.inputs import check_repeated, partition_texts, partition_values
-from tiercache.data.readers import IpcReader, NumpyReader, ParquetReader, PythonReader, SplitBinaryReader
+from tiercache.data.inputs import InputFile, check_repeated, partition_texts, partition_values
+from tiercache.data.readers import (
+    FileReader,
+    IpcReader,
+    NumpyReader,
+    ParquetReader,
+    Piece,
+    PythonReader,
+    SplitBinaryReader,
+)
 from tiercache.data.text_reader import TextReader
 from tiercache.errors import SourceError
 from tiercache.sizes import counted
@@ -24,8 +32,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.data.inputs import InputFile
-    from tiercache.data.readers import FileReader, Piece
     from tiercache.schema import Schema
 
 READERS: dict[str, type[FileReader]] = {
@@ -169,10 +175,7 @@ class Source:
         self._counts[index] = BadRows(reader.skipped, reader.padded, unlabeled)
 
     def _check_kinds(self, file: InputFile, arrow_schema: Any, row: int | None = None) -> None:
-        """Raise SourceError if a column of a cross holds integers, but strings before, or the other way around.
-
-        row: the number of rows before those with this schema, if they are in a batch of an iterable.
-        """
+        """Raise SourceError if a column of a cross held the other kind before; row: of an iterable, the rows before."""
         for column in (use.column for use in self._uses if use.use == "part"):
             kind = kind_of(plain_type(arrow_schema.field(column).type, self._used_as[column]))
             if kind in ("integer", "string"):

@@ -22,15 +22,15 @@ import pyarrow as pa
 
 from tiercache.data.dataset import PassDataset
 from tiercache.data.encode import encode
-from tiercache.data.extraction_progress import ProgressReporter
+from tiercache.data.extraction_progress import ExtractionProgress, ProgressReporter
 from tiercache.data.extraction_resources import MemoryShares, Workers
-from tiercache.data.inputs import check_read, file_system
-from tiercache.data.manifest import MANIFEST, UNFINISHED, Manifest, file_name
+from tiercache.data.inputs import InputFile, check_read, file_system
+from tiercache.data.manifest import MANIFEST, UNFINISHED, Manifest, SubDatasetRecord, file_name
 from tiercache.data.open_pass import PassCloser
 from tiercache.data.pass_builder import Cut, Cutter, PassBuilder, RowBudget, cut_values
 from tiercache.data.raw_batch import RawBatch, join
 from tiercache.data.resume import ExtractionState, WorkFolder
-from tiercache.data.source import BadRows, Source
+from tiercache.data.source import BadRows, Source, SourceBatch
 from tiercache.distribution import install_command
 from tiercache.errors import BudgetError, ExtractionError, SourceError
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
@@ -41,10 +41,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.data.extraction_progress import ExtractionProgress
-    from tiercache.data.inputs import InputFile
-    from tiercache.data.manifest import SubDatasetRecord
-    from tiercache.data.source import SourceBatch
     from tiercache.schema import Schema
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 import numpy as np
 
 from tiercache.data.array_file import ArrayFile
-from tiercache.data.block_layout import BlockLayout
+from tiercache.data.block_layout import BlockLayout, BlockPlaces, IdOrder
 from tiercache.data.keyset import KeySet
-from tiercache.data.manifest import file_name
+from tiercache.data.manifest import SubDatasetRecord, file_name
 from tiercache.data.recorded_batches import RecordedBatches
 from tiercache.errors import DatasetError
 from tiercache.kernels.cpu.gathering import check_ids
@@ -20,13 +20,10 @@ from tiercache.kernels.cpu.samples import gather_lists, gather_offsets, gather_s
 from tiercache.values.ids import FeatureIds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import DTypeLike, NDArray
 
-    from tiercache.data.block_layout import BlockPlaces, IdOrder
-    from tiercache.data.manifest import SubDatasetRecord
     from tiercache.data.sample_layout import SampleLayout
 
     _Lists = dict[str, NDArray[np.int64]]
@@ -76,10 +73,7 @@ class SampleMemory(Protocol):
 
 
 class SampleBuffers:
-    """Memory that reads reuse, so that a batch touches no new pages.
-
-    A batch read into it is valid until the next read into it. Not for use by two threads at once.
-    """
+    """Memory for the reads of one thread, so that a batch touches no new pages: it is valid until the next read."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
@@ -269,10 +263,7 @@ class SubDataset:
         return found
 
     def _gather_lists(self, block: SampleBlock, begins: _Lists, offsets: _Lists) -> int:
-        """Copy lists of any length to all their pieces, and write the offsets of bags for orders that need them.
-
-        Return a negative number if an id is not in its table.
-        """
+        """Copy lists of any length to their pieces, and write offsets of bags; below 0: an id is not in its table."""
         layout, file, n, wrong = block.layout, self._file, block.layout.size, 0
         for piece, array, name in layout.lists:
             out = block.array(piece, block.places.num_ids[name], np.int32)

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
-from tiercache.data.column_types import csv_types, kind_of
-from tiercache.data.inputs import open_binary
+from tiercache.data.column_types import ColumnUse, csv_types, kind_of
+from tiercache.data.inputs import InputFile, open_binary
 from tiercache.data.readers import LARGEST_BATCH, FileReader, Piece
 from tiercache.data.text_fields import (
     HEX_EXPECTED,
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.data.column_types import ColumnUse
-    from tiercache.data.inputs import InputFile
     from tiercache.schema import Schema
 
 CRITEO_COLUMNS = ("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
@@ -207,9 +205,8 @@ class TextReader(FileReader):
                 yield Piece(merged.slice(low, LARGEST_BATCH), fraction, part)
 
     def _batches(self, opened: Callable[[], Any], convert: Any, names: list[str] | None = None) -> Iterator[Any]:
-        """Yield batches whose fields with lists are null only for a null word, and empty for an empty field.
-
-        The parser calls both null. If it does, the fields are read again with no null word but the empty one.
+        """Yield batches whose lists are null for a null word and empty for an empty field. The parser calls both null;
+        if it does, the fields are read again with no null word but the empty one.
         """
         lists = [name for name in convert.include_columns if name in self._lists]
         again = pacsv.ConvertOptions(

@@ -90,10 +90,7 @@ class TokenFiles:
         return torch.from_numpy(self.read(index, index + 1)[0])
 
     def read(self, first: int, last: int) -> NDArray[np.int64]:
-        """Return sequences ``first`` to ``last``, (last - first, sequence_length).
-
-        Raises DatasetError for tokens of 2^63 and more.
-        """
+        """Return sequences, (last - first, sequence_length). Raises DatasetError for tokens of 2^63 and more."""
         found, length = np.empty((last - first, self.sequence_length), np.int64), self.sequence_length
         at = first
         while at < last:

@@ -11,14 +11,13 @@ from tiercache.errors import BudgetError
 from tiercache.sizes import parse_bytes
 from tiercache.store.initializer import Checkpoint
 from tiercache.store.key_map import BUILD_BYTES, MOST_ROWS
-from tiercache.store.layout import SegmentLayout, compressed_rows
+from tiercache.store.layout import Range, SegmentLayout, compressed_rows
 from tiercache.store.records import integer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tiercache.planning.row_offsets import RowOffsets
-    from tiercache.store.layout import Range
     from tiercache.store.table import Group
 
 PAGE_BYTES = 4096
@@ -76,10 +75,7 @@ class Budgets:
 
     @classmethod
     def parse(cls, planned: Budgets | None, **arguments: int | str | None) -> Self:
-        """Read the arguments of a cache; those that are None are the plan's.
-
-        Raises BudgetError for invalid sizes, and if neither has a device and a host budget.
-        """
+        """Read the arguments of a cache; those that are None are the plan's. Raises BudgetError."""
         given = {name: value for name, value in arguments.items() if value is not None}
         chosen: dict[str, int | str | None] = ({} if planned is None else asdict(planned)) | given
         device, host = chosen.get("device_budget"), chosen.get("host_budget")
@@ -127,11 +123,9 @@ class HostBudget:
     ) -> HostBudget:
         """Divide ``total``: blocks of a 32nd of the largest sub-dataset, transactions of a 16th of the budget.
 
-        A block has from one row (a page of memory) to 16 MiB, a transaction from two blocks to 64 MiB. The largest page
-        in the store that a pass will load has ``stored_page`` bytes.
-
-        A block takes whole pages of memory. It then has the size of a region, so a staging region becomes a block
-        without locking more memory.
+        A block has from one row to 16 MiB, a transaction from two blocks to 64 MiB. A block takes whole pages of
+        memory, as a region does, so a staging region becomes a block without locking more memory. ``stored_page``: the
+        bytes of the largest page in the store that a pass will load.
         """
         block = _clamp(paged(largest_pass // 32), max(largest_row, PAGE_BYTES), max(largest_row, MAX_BLOCK_BYTES))
         page = _clamp(block // 8, largest_row, max(largest_row, MAX_PAGE_BYTES))
@@ -157,10 +151,7 @@ class HostBudget:
         pinned: bool = False,
         records: int = 0,
     ) -> HostBudget:
-        """Divide ``total`` for these passes, which will load rows from the layouts ``stored``.
-
-        records: bytes of other records of the store, such as the checksums of checkpoints.
-        """
+        """Divide ``total`` for passes that load rows from the layouts ``stored``; records: other bytes of the store."""
         budget = cls.plan(
             total,
             evaluation=evaluation,
@@ -223,10 +214,7 @@ class HostBudget:
 
     @property
     def grain(self) -> int:
-        """Bytes of host memory that are allocated and freed together: a page, or a region if it is pinned as a whole.
-
-        To unpin memory waits for all work of a GPU, so a region is pinned once, and nothing of it is lent to others.
-        """
+        """Bytes of host memory that are freed together: a page, or a pinned region, as unpinning waits for the GPU."""
         return self.region if self.pinned else PAGE_BYTES
 
     @property
@@ -236,10 +224,7 @@ class HostBudget:
 
 
 def _planning_bytes(positions: RowOffsets, budget: HostBudget, *, seeded: bool) -> int:
-    """Return the maximum bytes of planning for these passes.
-
-    A seeded order has distances of up to two epochs, and its dumps are needed for as long.
-    """
+    """Return the maximum bytes of planning; in a seeded order, distances and dumps are of up to two epochs."""
     epochs, rows_PG = 2 if seeded else 1, positions.pass_rows
     total = 0
     for rows_P, group in zip(rows_PG.T, positions.groups, strict=True):
@@ -268,10 +253,7 @@ _ARRAY_BYTES = 4096
 
 
 def reserved_rows(rows_G: Sequence[int], row_bytes_G: Sequence[int], num_bytes: int) -> tuple[int, ...]:
-    """Return the slots of each group that fit in ``num_bytes``: the same share of the rows of its largest pass.
-
-    As many as these rows are enough: the next pass has no more to load.
-    """
+    """Return the slots of each group that fit in ``num_bytes``: the same share of the rows of its largest pass."""
     total = sum(rows * size for rows, size in zip(rows_G, row_bytes_G, strict=True))
     share = min(max(0, num_bytes - _ARRAY_BYTES * len(rows_G)), total)
     return tuple(max(0, min(rows * share // max(1, total), MOST_SLOTS - rows)) for rows in rows_G)

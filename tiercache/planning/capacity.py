@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from tiercache.planning.budgets import HostBudget
-from tiercache.planning.pass_plan import Planner, least_host_budget
-from tiercache.planning.plan_file import PassPrediction, TrainingPlan
+from tiercache.planning.pass_plan import PassPlan, Planner, least_host_budget
+from tiercache.planning.plan_file import PassPrediction, Rates, Seconds, TrainingPlan
 from tiercache.store.snapshot import History
 from tiercache.store.tensor_file import CHUNK_BYTES, GAP_BYTES, READ_BYTES, Reads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tiercache.planning.pass_plan import PassPlan
-    from tiercache.planning.plan_file import Rates, Seconds
     from tiercache.planning.reuse import Reuse
     from tiercache.planning.row_offsets import RowOffsets
     from tiercache.planning.store_plan import StorePlan
@@ -83,9 +81,8 @@ class Capacity:
         return least_host_budget(lambda host_budget: self._planner(host_budget, 1))
 
     def curve(self, most: int) -> list[Point]:
-        """Return points from the least budget up to where a later epoch reads nothing, or to ``most`` if that is less.
-
-        Each has 1.5 times the previous one. Raises BudgetError if ``most`` is below the least.
+        """Return points, each of 1.5 times the last, from the least budget to where later epochs read nothing, or to
+        ``most``. Raises BudgetError if that is below the least.
         """
         points = [self.at(min(self.least(), most))]
         while points[-1].total("rows_read") and points[-1].host_budget < most:

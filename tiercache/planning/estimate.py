@@ -16,24 +16,22 @@ from tiercache.data.pass_builder import device_bytes
 from tiercache.errors import BudgetError
 from tiercache.planning.budgets import MOST_SLOTS, HostBudget, distance_bytes
 from tiercache.planning.key_model import KeyModel, root, whole_rows
-from tiercache.planning.pass_plan import Planner, least_host_budget
+from tiercache.planning.pass_plan import PassPlan, Planner, least_host_budget
 from tiercache.planning.reuse import PassCounts, ReuseCounts
 from tiercache.planning.row_offsets import RowOffsets
 from tiercache.planning.schedule import Schedule
 from tiercache.sizes import format_bytes, option_bytes
 from tiercache.store.layout import KEY_BYTES
 from tiercache.store.snapshot import History
-from tiercache.store.table import group_tables
+from tiercache.store.table import Group, Table, group_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
-    from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.plan_file import Rates, Seconds
     from tiercache.planning.store_plan import StorePlan
-    from tiercache.store.table import Group, Table
 
 _MOST_PASSES = 100_000
 _MOST_EXPONENT = 4.0

@@ -24,9 +24,8 @@ class PageRange(NamedTuple):
 
 
 def cached_bytes(layout: SegmentLayout, pages: PageRange, grain: int = PAGE_BYTES) -> int:
-    """Return the maximum bytes of memory that a range of pages takes: whole memory pages, or ``grain`` for each block.
-
-    One memory page more at either end, as the range may begin and end inside one, and one more at each end of a block.
+    """Return the maximum bytes of memory that pages take: whole memory pages, one more at both ends and at the end of
+    each block, as they may begin inside one; or ``grain`` for each block.
     """
     if pages.first >= pages.last:
         return 0
@@ -113,10 +112,7 @@ class HostCache:
 
 
 def _fitting_end(layout: SegmentLayout, pages: PageRange, low: int, num_bytes: int, grain: int = PAGE_BYTES) -> int:
-    """Return the largest ``last`` in [low, pages.last] for which [pages.first, last) takes at most ``num_bytes``.
-
-    Returns ``low`` if none does.
-    """
+    """Return the largest end from ``low`` on with which the range takes at most ``num_bytes``; ``low`` if none does."""
     return low + bisect_right(
         range(low + 1, pages.last + 1), num_bytes,
         key=lambda last: cached_bytes(layout, PageRange(pages.first, last), grain),

@@ -75,10 +75,7 @@ class KeyModel:
         return float(counts @ -np.expm1(-draws * chances))
 
     def rows_at(self, draws: float, num_passes: int) -> Floats:
-        """Return the expected rows of a pass, which draws ``draws`` keys, by the passes to their next use.
-
-        (num_passes,) float64: entry d - 1 has those that the d-th next pass needs next.
-        """
+        """Return the expected rows of a pass by next use, (num_passes,): entry d - 1 is of the d-th next pass."""
         counts, chances = self._bins
         present = -np.expm1(-draws * chances)
         absent = np.exp(-draws * chances)

@@ -11,14 +11,13 @@ import numpy as np
 
 from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.key_sweeps import sweep_uses
-from tiercache.planning.row_offsets import KEYS_PER_RANGE, key_ranges
+from tiercache.planning.row_offsets import KEYS_PER_RANGE, KeyRange, RowOffsets, key_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
-    from tiercache.planning.row_offsets import KeyRange, RowOffsets
     from tiercache.planning.schedule import Schedule
 
     Int64s = NDArray[np.int64]
@@ -100,13 +99,12 @@ class FirstUses:
         keys_of: Callable[[int, int], Int64s],
         *,
         start: int = 0,
-        keys_per_range: int = KEYS_PER_RANGE,
     ) -> None:
         """``keys_of(pass, table)``: keys in hash order."""
         whole = 0 if schedule.repeats else -start % schedule.num_passes
         passes = range(start, start + whole + schedule.num_passes)
         self._passes = [(pass_index, schedule.sub_dataset_of(pass_index)) for pass_index in reversed(passes)]
-        self._positions, self._keys_of, self._keys_per_range = positions, keys_of, keys_per_range
+        self._positions, self._keys_of = positions, keys_of
         self._tables = {table.name: i for i, table in enumerate(positions.tables)}
 
     def counts(self, table_name: str) -> Mapping[int, int]:
@@ -126,7 +124,7 @@ class FirstUses:
 
     def _unordered(self, table_name: str) -> Iterator[tuple[Int64s, Int64s]]:
         tables = [self._tables[table_name]]
-        for found in key_ranges(self._positions, self._keys_of, keys_per_range=self._keys_per_range, tables=tables):
+        for found in key_ranges(self._positions, self._keys_of, tables=tables):
             first_K = np.empty(found.keys.size, dtype=np.int64)
             for pass_index, p in self._passes:  # the last one first
                 first_K[found.numbers[found.starts[p] : found.starts[p + 1]]] = pass_index
@@ -136,10 +134,7 @@ class FirstUses:
 def count_keys(
     positions: RowOffsets, keys_of: Callable[[int, int], Int64s], *, keys_per_range: int = KEYS_PER_RANGE
 ) -> dict[str, int]:
-    """Return the number of distinct keys of each table in all passes, by the table's name; reads each key once.
-
-    ``keys_of(pass, table)`` gives keys in hash order.
-    """
+    """Return the number of distinct keys by table's name. ``keys_of(pass, table)``: keys in hash order, read once."""
     counts = {table.name: 0 for table in positions.tables}
     for found in key_ranges(positions, keys_of, keys_per_range=keys_per_range):
         counts[positions.tables[found.table].name] += found.keys.size

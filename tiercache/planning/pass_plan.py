@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import BudgetError, DatasetError
-from tiercache.planning.budgets import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
+from tiercache.planning.budgets import ALIGNED_BYTES, PAGE_BYTES, Budgets, HostBudget, paged
 from tiercache.planning.host_plan import HostCache, PageRange
 from tiercache.planning.reuse import ReuseCounts
 from tiercache.planning.store_plan import StorePlan
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.planning.budgets import Budgets
     from tiercache.planning.next_use import NextUses
     from tiercache.planning.row_offsets import RowOffsets
     from tiercache.planning.schedule import Schedule
@@ -242,10 +241,7 @@ class Planner:
         )  # fmt: skip
 
     def _advance_host(self, pass_index: int) -> tuple[dict[tuple[int, int], PageRange], int, int]:
-        """Cache the dump of the pass before last, and evict pages for ``pass_index``.
-
-        Returns the pages cached, their bytes, and the bytes that they may take.
-        """
+        """Cache the dump of the pass before last, and evict. Return the pages cached, their bytes and capacity."""
         old = pass_index - 2
         if old >= self._start:
             for g, layout in enumerate(self._layouts[old][0]):
@@ -279,10 +275,7 @@ class Planner:
         return self._loaded_bytes(runs_G, [runs.size + self._more_parts for runs in runs_G])
 
     def _most_staging_bytes(self, sub_dataset: int) -> int:
-        """Return the maximum bytes of staging a sub-dataset in any order: no row kept, as many distances as possible.
-
-        A row was used last in the newest pass of some sub-dataset, or never: one distance for each, and one more.
-        """
+        """Return the maximum bytes of staging in any order: no row kept, last uses in every pass, or never."""
         rows_G = [self._positions.num_rows(sub_dataset, g) for g in range(len(self._positions.groups))]
         return self._loaded_bytes(
             [np.array([n]) for n in rows_G],

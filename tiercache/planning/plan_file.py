@@ -71,10 +71,7 @@ class Rates(_Part):
     def seconds(
         self, samples: int, plan: PassPlan, before: PassPlan | None, after: PassPlan | None, checkpoint_bytes: int = 0
     ) -> Seconds:
-        """Predict a pass; during it, rows of ``after`` are read and rows of ``before`` are written.
-
-        checkpoint_bytes: what ``after`` reads from checkpoints.
-        """
+        """Predict a pass: meanwhile, rows of ``after`` are read, also from checkpoints, and of ``before`` written."""
         return self.seconds_of(
             samples,
             read=(after.bytes_read if after else 0) + checkpoint_bytes,

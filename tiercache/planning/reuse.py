@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import numpy as np
 
 from tiercache.kernels.cpu.slots import count_distances
-from tiercache.planning.next_use import distances_of
-from tiercache.planning.row_offsets import KEYS_PER_RANGE, key_ranges
+from tiercache.planning.next_use import NextUses, distances_of
+from tiercache.planning.row_offsets import KEYS_PER_RANGE, RowOffsets, key_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from tiercache.planning.next_use import NextUses
-    from tiercache.planning.row_offsets import RowOffsets
     from tiercache.planning.schedule import Schedule
 
     Int32s = NDArray[np.int32]
@@ -55,10 +53,7 @@ class PassCounts:
 
 
 class ReuseCounts:
-    """Counts of any pass: those of each sub-dataset if the order repeats, else those of two epochs, are kept.
-
-    Thread-safe: at worst, two threads that ask for a pass at the same time both count it.
-    """
+    """Counts of any pass; keeps those of each sub-dataset, or of two epochs. Two threads may both count one pass."""
 
     def __init__(self, schedule: Schedule, positions: RowOffsets, next_uses_of: Callable[[int], NextUses]) -> None:
         """``next_uses_of(epoch)`` returns the next uses of an epoch."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.planning.sharding_rules import CostModel, ShardingRules, check_strategy
-from tiercache.store.sharding import KINDS, ShardingPlan, Slice, TableSharding, listed, unknown_kind
+from tiercache.store.sharding import KINDS, Kind, ShardingPlan, Slice, TableSharding, listed, unknown_kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from tiercache.data.dataset import PassDataset
     from tiercache.data.sub_dataset import SubDataset
-    from tiercache.store.sharding import Kind
     from tiercache.store.table import Table
 
 
@@ -44,10 +43,7 @@ class TableStats:
     """Keys with equal use: (number of keys, occurrences of each in the pass). Empty: all alike."""
 
     def unique(self, samples: float) -> int:
-        """Return the expected number of distinct ids in ``samples``: ``sum n (1 - exp(-ids p))``.
-
-        n keys have the share p of all ids.
-        """
+        """Return the expected distinct ids in ``samples``: ``sum n (1 - exp(-ids p))``, n keys of the share p."""
         ids = samples * self.hotness
         total = sum(keys * count for keys, count in self.uses)
         if not total:
@@ -339,10 +335,7 @@ class _TableCost:
 
 
 def slice_widths(dim: int, num_slices: int) -> tuple[int, ...]:
-    """Return the widths of slices of ``dim`` columns, wider ones first: 15 in 8 are 2, 2, 2, 2, 2, 2, 2, 1.
-
-    Raises ValueError unless every slice gets a column.
-    """
+    """Return the widths of slices of ``dim`` columns, wider ones first. Raises ValueError if one gets no column."""
     if not 1 <= num_slices <= dim:
         raise ValueError(f"{dim} columns cannot be {num_slices} slices: a slice has at least 1 column")
     width, wider = divmod(dim, num_slices)
@@ -350,10 +343,7 @@ def slice_widths(dim: int, num_slices: int) -> tuple[int, ...]:
 
 
 def sliced(dim: int, ranks: Sequence[int]) -> TableSharding:
-    """Return the sharding of ``dim`` columns in equal slices for these ranks; slices of one rank become neighbors.
-
-    A rank may be listed several times. One rank alone owns the whole table.
-    """
+    """Return the sharding of ``dim`` columns in equal slices for ranks; a rank's slices are one, if it has several."""
     widths: dict[int, int] = {}
     for rank, width in zip(ranks, slice_widths(dim, len(ranks)), strict=True):
         widths[rank] = widths.get(rank, 0) + width

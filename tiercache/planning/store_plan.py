@@ -11,17 +11,14 @@ import numpy as np
 from tiercache.errors import BudgetError
 from tiercache.planning.budgets import distance_bytes, paged
 from tiercache.sizes import format_bytes
-from tiercache.store import compaction_plan, rewrite
-from tiercache.store.layout import CHANGED_BYTES, KEY_BYTES, NEVER, Range
-from tiercache.store.segment import most_meta_bytes
+from tiercache.store import Commit, compaction_plan, rewrite
+from tiercache.store.layout import CHANGED_BYTES, KEY_BYTES, NEVER, Range, SegmentLayout
+from tiercache.store.segment import Layout, most_meta_bytes
 from tiercache.store.snapshot import History
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from tiercache.store import Commit
-    from tiercache.store.layout import SegmentLayout
-    from tiercache.store.segment import Layout
     from tiercache.store.table import Group, Table
 
 
@@ -265,9 +262,8 @@ class _TableRows:
 
 
 def _most_unused(tables: Sequence[_TableRows], history: History) -> int:
-    """Return the maximum bytes of rows that move although no pass uses them (see ``CompactionPlan``).
-
-    They take fewer bytes than the used and stale rows of their segments, so at most half.
+    """Return the maximum bytes of unused rows that move: fewer than used and stale ones of their segments, at most half
+    (see ``CompactionPlan``).
     """
     live = sum(one.live * one.row_bytes for one in tables)
     within = sum(one.within * one.row_bytes for one in tables)
