@@ -75,7 +75,7 @@ def test_an_estimate_is_what_the_planner_plans_for_such_passes(commit_every: int
     model = model_of(commit_every, passes=12, zipf=zipf)
     schedule = Schedule(num_passes=12, dataset_digest="")
     positions = RowOffsets(model.groups, np.array(model.positions.starts_PT))
-    counts = ReuseCounts.counted(schedule, positions, [model._counts] * 12)
+    counts = ReuseCounts(schedule, positions, None, [model._counts] * 12)
     reuse = Reuse(schedule, positions, counts, (), np.zeros((12, 4), np.int64))
     capacity = Capacity(reuse, [round(model.cut.samples)] * 12, RATES)
     assert model.least_host == capacity.least()

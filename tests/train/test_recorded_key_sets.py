@@ -44,7 +44,7 @@ from tests.train.recorded import (
 )
 from tests.train.test_bad_input import one_sentence
 from tiercache.data.pass_builder import RowBudget
-from tiercache.data.recorded_batches import lookup_digest
+from tiercache.data.sub_dataset import lookup_digest
 from tiercache.errors import BudgetError, DatasetError, ExtractionError
 from tiercache.sizes import parse_bytes
 from tiercache.store.bits import hash_keys, mix, xxh64

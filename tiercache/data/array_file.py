@@ -28,12 +28,6 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 1 << 20
 """Bytes under one checksum: part of the format."""
-_CODES = {
-    "BOOL": np.dtype(np.bool_), "I8": np.dtype("<i1"), "I16": np.dtype("<i2"), "I32": np.dtype("<i4"),
-    "I64": np.dtype("<i8"), "U8": np.dtype("<u1"), "U16": np.dtype("<u2"), "U32": np.dtype("<u4"),
-    "U64": np.dtype("<u8"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8"),
-}  # fmt: skip
-_NAMES = {dtype: code for code, dtype in _CODES.items()}
 
 
 class ArraySpec(NamedTuple):
@@ -119,6 +113,11 @@ class ArrayFile:
         begin = self._first + self.layout.offset(name)
         return np.frombuffer(self._map, spec.dtype, prod(spec.shape), begin).reshape(spec.shape)
 
+    def whole(self, name: str) -> NDArray[Any]:
+        """Return a mapped array, checked and read-only. Raises DatasetError for damage."""
+        self.check(name, 0, self.layout.specs[name].shape[0])
+        return self.array(name)
+
     def check(self, name: str, begins: NDArray[np.int64] | int, ends: NDArray[np.int64] | int) -> None:
         """Check blocks with rows [begin, end) of an array, for each pair, once. Raises DatasetError for damage."""
         if name in self._checked:
@@ -196,7 +195,9 @@ def bytes_of(array: Any) -> memoryview:
 
 
 def _header_entry(spec: ArraySpec, begin: int, end: int) -> dict[str, Any]:
-    return {"dtype": _NAMES[np.dtype(spec.dtype)], "shape": list(spec.shape), "data_offsets": [begin, end]}
+    dtype = np.dtype(spec.dtype)
+    code = "BOOL" if dtype.kind == "b" else f"{dtype.kind.upper()}{8 * dtype.itemsize}"
+    return {"dtype": code, "shape": list(spec.shape), "data_offsets": [begin, end]}
 
 
 def _checksum(data: NDArray[np.uint8]) -> int:

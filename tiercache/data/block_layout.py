@@ -232,15 +232,13 @@ class _Builder:
         return first
 
     def _offsets(self, specs: Sequence[Feature]) -> int:
-        """Add the offsets of bags, and return their piece."""
-        piece = self._piece(8)
-        starts = [*accumulate((self._size * (f.length or 1) for f in specs), initial=0)]
+        """Add the pieces of the offsets of bags, and return the first."""
         if any(map(self._is_ragged, specs)):
-            self._pieces[-1] = _Piece(8 * (len(specs) * self._size + 1))
-            return piece
-        self._pieces.pop()
-        for f, start in zip(specs, starts, strict=False):  # a piece each, including the next one's first offset
+            return self._piece(8 * (len(specs) * self._size + 1))
+        first, start = len(self._pieces), 0
+        for f in specs:  # a piece each, including the next one's first offset
             at = self._piece(8 * self._size, is_aligned=f is specs[0])
             self._copies.append((STEPS, start, f.length or 1, at, NO_LIMIT))
+            start += self._size * (f.length or 1)
         self._piece(8, is_aligned=False)
-        return piece
+        return first

@@ -42,20 +42,15 @@ class KeySet:
 
     def keys(self, table: str) -> NDArray[np.int64]:
         """Return the keys of a table in hash order: mapped, read-only. Raises DatasetError for damage."""
-        return self._array(f"keys.{table}")
+        return self._file.whole(f"keys.{table}")
 
     def counts(self, table: str) -> NDArray[np.int64]:
         """Return the number of occurrences of each key: mapped, read-only. Raises DatasetError for damage."""
-        return self._array(f"counts.{table}")
+        return self._file.whole(f"counts.{table}")
 
     def place(self, table: Table, hash_bound: int) -> int:
         """Return the number of keys of ``table`` with a hash below ``hash_bound`` (0 .. 2^64)."""
         return hash_range_bound(self.keys(table.name), table.table_id, hash_bound)
-
-    def _array(self, name: str) -> NDArray[np.int64]:
-        values = self._file.array(name)
-        self._file.check(name, 0, values.size)
-        return values
 
 
 def open_key_set(path: Path, tables: Sequence[Table], record: SubDatasetRecord) -> KeySet:

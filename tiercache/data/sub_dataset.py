@@ -12,11 +12,11 @@ import numpy as np
 from tiercache.data.array_file import ArrayFile
 from tiercache.data.block_layout import BlockLayout, BlockPlaces, IdOrder
 from tiercache.data.keyset import KeySet
-from tiercache.data.manifest import SubDatasetRecord, file_name
-from tiercache.data.recorded_batches import RecordedBatches
+from tiercache.data.manifest import Recording, SubDatasetRecord, file_name
 from tiercache.errors import DatasetError
 from tiercache.kernels.cpu.gathering import check_ids
 from tiercache.kernels.cpu.samples import gather_lists, gather_offsets, gather_samples
+from tiercache.store.bits import hash_keys, mix
 from tiercache.values.ids import FeatureIds
 
 if TYPE_CHECKING:
@@ -311,6 +311,35 @@ class SubDataset:
                     f"table {table!r} has ids 0 to {limit - 1}: delete the dataset and extract it again"
                 )
         raise AssertionError("an invalid id became valid")
+
+
+class RecordedBatches:
+    """The arrays of recorded batches, mapped and checked at their first use. Legend: B batches, N samples."""
+
+    def __init__(self, file: Callable[[], ArrayFile], recording: Recording) -> None:
+        self._file, self.recording = file, recording
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """(B,): the end of each batch, in samples."""
+        return self._file().whole("ends")
+
+    def indices(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the indices, in the loader's dataset, of the samples at ``places``."""
+        file = self._file()
+        file.check("indices", places, places + 1)
+        return file.array("indices")[places]
+
+    def digests(self, batch: int) -> NDArray[np.uint64]:
+        """Return the digests of the distinct lookups of a batch, ascending."""
+        first, last = self._file().whole("lookups")[batch : batch + 2].tolist()
+        return self._file().whole("digests")[first:last]
+
+
+def lookup_digest(keys: NDArray[np.int64], table_id: int) -> int:
+    """Return the digest of the keys of a lookup, in any order: ``mix`` of the sum of their hashes and their number."""
+    total = np.add.reduce(hash_keys(keys, table_id), dtype=np.uint64, keepdims=True)
+    return int(mix(total + np.uint64(keys.size))[0])  # arrays wrap around without a warning
 
 
 class BlockIds(Mapping[str, FeatureIds]):

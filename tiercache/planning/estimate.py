@@ -195,7 +195,7 @@ class Model:
         """Return the planner of the one pass. Raises BudgetError for too small a budget."""
         schedule = Schedule(num_passes=1, dataset_digest="")
         return Planner(
-            schedule, self.positions, ReuseCounts.counted(schedule, self.positions, [self._counts]),
+            schedule, self.positions, ReuseCounts(schedule, self.positions, None, [self._counts]),
             self.divided(host_budget), start=0, within=False, commit_every=self.commit_every,
             end=1, stored={},
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -55,18 +55,17 @@ class PassCounts:
 class ReuseCounts:
     """Counts of any pass; keeps those of each sub-dataset, or of two epochs. Two threads may both count one pass."""
 
-    def __init__(self, schedule: Schedule, positions: RowOffsets, next_uses_of: Callable[[int], NextUses]) -> None:
-        """``next_uses_of(epoch)`` returns the next uses of an epoch."""
-        self._schedule, self._positions, self._uses_of = schedule, positions, next_uses_of
-        self._counts: dict[int, PassCounts] = {}
+    def __init__(
+        self, schedule: Schedule, positions: RowOffsets, next_uses_of: Callable[[int], NextUses] | None,
+        counts: Sequence[PassCounts] = (),
+    ) -> None:  # fmt: skip
+        """``next_uses_of(epoch)`` returns the next uses of an epoch.
 
-    @classmethod
-    def counted(cls, schedule: Schedule, positions: RowOffsets, counts: Sequence[PassCounts]) -> ReuseCounts:
-        """Wrap the counts of each sub-dataset, for an order that repeats."""
-        assert schedule.repeats, "a seeded order has counts of every epoch"
-        made = cls(schedule, positions, _missing)
-        made._counts.update(enumerate(counts))
-        return made
+        None: ``counts`` are those of each sub-dataset, in an order that repeats.
+        """
+        assert schedule.repeats or next_uses_of, "a seeded order has counts of every epoch"
+        self._schedule, self._positions, self._uses_of = schedule, positions, next_uses_of
+        self._counts = dict(enumerate(counts))
 
     def of(self, pass_index: int) -> PassCounts:
         """Return the counts of a pass."""
@@ -83,6 +82,7 @@ class ReuseCounts:
         return counts
 
     def _count(self, pass_index: int) -> PassCounts:
+        assert self._uses_of is not None, "all passes were counted"
         uses, positions = self._uses_of(self._schedule.epoch_of(pass_index)), self._positions
         p, tables = self._schedule.sub_dataset_of(pass_index), range(len(positions.tables))
         next_TN, prev_TN = np.zeros((2, len(tables), self._schedule.longest_distance + 1), dtype=np.int64)
@@ -97,10 +97,6 @@ def _present(rows_TN: NDArray[np.int64]) -> DistanceRows:
     """Drop the distances that no row has."""
     distance_N = np.flatnonzero(rows_TN.any(axis=0))
     return DistanceRows(distance_N.astype(np.int32), np.ascontiguousarray(rows_TN[:, distance_N].T, dtype=np.int32))
-
-
-def _missing(_epoch: int) -> NoReturn:
-    raise AssertionError("all passes were counted")
 
 
 TOP_SHARE = 0.01
@@ -172,7 +168,7 @@ class Reuse:
         return cls(
             schedule,
             positions,
-            ReuseCounts.counted(schedule, positions, counts_P),
+            ReuseCounts(schedule, positions, None, counts_P),
             tuple(
                 TableReuse(int(keys.sum()), int(f[0] @ f[1]), _top_share(f), keys, prev_PTN[:, t].sum(axis=0))
                 for t, (keys, f) in enumerate(zip(keys_TN, frequencies_T, strict=True))

@@ -12,8 +12,8 @@ import torch
 
 from tiercache.data.dataset_writer import as_keys
 from tiercache.data.raw_batch import NULL_KEY, FeatureKeys
-from tiercache.data.recorded_batches import lookup_digest
 from tiercache.data.recording import RecordedBatch
+from tiercache.data.sub_dataset import lookup_digest
 from tiercache.errors import DatasetError
 from tiercache.rows.backends.open_backend import open_backend
 from tiercache.schema import Schema

@@ -7,14 +7,14 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from tiercache.data.recorded_batches import lookup_digest
+from tiercache.data.sub_dataset import lookup_digest
 from tiercache.errors import DatasetError, StateError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.data.recorded_batches import RecordedBatches
+    from tiercache.data.sub_dataset import RecordedBatches
     from tiercache.store.table import Table
     from tiercache.train.passes import Pass
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.data.recorded_batches import RecordedBatches
+    from tiercache.data.sub_dataset import RecordedBatches
     from tiercache.train.negatives import Negatives
     from tiercache.train.passes import Pass
 
