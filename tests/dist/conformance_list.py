@@ -42,9 +42,8 @@ def strategy(name: str, **thresholds: int) -> Callable[[Entry, int], ShardingPla
             one.name: TableStats(rows=rows, samples=entry.pass_samples)
             for one, rows in zip(entry.tables, entry.rows, strict=True)
         }
-        return plan_sharding(
-            entry.tables, loads, size, strategy=name, **{what: 4 * count for what, count in thresholds.items()}
-        )
+        rules = tc.ShardingRules(strategy=name, **{what: 4 * count for what, count in thresholds.items()})
+        return plan_sharding(entry.tables, loads, size, rules)
 
     return planned
 

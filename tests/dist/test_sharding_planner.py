@@ -12,7 +12,7 @@ import tiercache as tc
 from tests.datasets import raw_batch, write_dataset
 from tests.train.cases import Case, Spec, table
 from tiercache.planning.sharding_planner import TableStats, plan_sharding, sharding_of, stats_of
-from tiercache.planning.sharding_rules import STRATEGIES, CostModel
+from tiercache.planning.sharding_rules import STRATEGIES, CostModel, ShardingRules
 from tiercache.store.sharding import ShardingPlan, TableSharding
 
 SGD = tc.optim.SGD(learning_rate=1.5)
@@ -21,6 +21,10 @@ SGD = tc.optim.SGD(learning_rate=1.5)
 def sizes(given: list[tuple[int, int]]) -> tuple[list[tc.Table], dict[str, TableStats]]:
     tables = [table(f"t{i}", dim, SGD) for i, (_, dim) in enumerate(given)]
     return tables, {f"t{i}": TableStats(rows=rows, samples=1000) for i, (rows, _) in enumerate(given)}
+
+
+def planned(tables: list[tc.Table], table_stats: dict[str, TableStats], num_ranks: int, **rules: Any) -> ShardingPlan:
+    return plan_sharding(tables, table_stats, num_ranks, ShardingRules(**rules))
 
 
 def owned_bytes(sharding: ShardingPlan, tables: list[tc.Table], table_stats: dict[str, TableStats]) -> list[float]:
@@ -44,7 +48,7 @@ def owned_bytes(sharding: ShardingPlan, tables: list[tc.Table], table_stats: dic
     thresholds=st.fixed_dictionaries(
         {},
         optional={
-            name: st.none() | st.integers(0, 200_000)
+            name: st.none() | st.integers(1, 200_000)
             for name in ("replicate_threshold", "column_threshold", "row_threshold")
         },
     ),
@@ -56,9 +60,11 @@ def test_every_strategy_shards_every_column_once(
     """For any tables on any number of ranks; deterministic, with the requested kinds if possible."""
     tables, table_stats = sizes(given_sizes)
     kinds = {one.name: kind for one, kind in zip(tables, asked, strict=False) if kind is not None}
-    sharding = plan_sharding(tables, table_stats, num_ranks, strategy=strategy, kinds=kinds, **thresholds)
+    given = [name for name in ("replicate_threshold", "column_threshold", "row_threshold") if thresholds.get(name)]
+    thresholds |= zip(given, sorted(thresholds[name] for name in given), strict=True)  # they must not fall
+    sharding = planned(tables, table_stats, num_ranks, strategy=strategy, kinds=kinds, **thresholds)
     sharding.check(tables)
-    assert sharding == plan_sharding(tables, table_stats, num_ranks, strategy=strategy, kinds=kinds, **thresholds)
+    assert sharding == planned(tables, table_stats, num_ranks, strategy=strategy, kinds=kinds, **thresholds)
     assert ShardingPlan.from_record(sharding.to_record()) == sharding
     for name, kind in kinds.items():
         found = sharding.tables[name].kind
@@ -74,21 +80,21 @@ def test_every_strategy_shards_every_column_once(
 
 def test_basic_deals_out_whole_tables_in_the_order_given() -> None:
     tables, table_stats = sizes([(5, 1), (900, 9), (1, 2), (7, 7)])
-    sharding = plan_sharding(tables, table_stats, 3, strategy="basic")
+    sharding = planned(tables, table_stats, 3, strategy="basic")
     assert [sharding.tables[t.name].slices[0].rank for t in tables] == [0, 1, 2, 0]
 
 
 def test_memory_balanced_gives_the_largest_first_to_the_emptiest_rank() -> None:
     tables, table_stats = sizes([(10, 1), (40, 1), (30, 1), (20, 1), (25, 1)])
-    sharding = plan_sharding(tables, table_stats, 2, strategy="memory_balanced")
+    sharding = planned(tables, table_stats, 2, strategy="memory_balanced")
     assert [sharding.tables[t.name].slices[0].rank for t in tables] == [1, 0, 1, 0, 1]
     assert owned_bytes(sharding, tables, table_stats) == [240, 260]
 
 
 def test_memory_optimized_divides_what_is_larger_than_a_fair_share() -> None:
     tables, table_stats = sizes([(1000, 8), (10, 8), (30, 8), (500, 4), (20, 4)])
-    balanced = plan_sharding(tables, table_stats, 4, strategy="memory_balanced")
-    optimized = plan_sharding(tables, table_stats, 4, strategy="memory_optimized")
+    balanced = planned(tables, table_stats, 4, strategy="memory_balanced")
+    optimized = planned(tables, table_stats, 4, strategy="memory_optimized")
     assert optimized.tables["t0"] == TableSharding("row_wise")
     fair = sum(owned_bytes(optimized, tables, table_stats)) / 4
     assert max(owned_bytes(balanced, tables, table_stats)) > 2 * fair
@@ -100,7 +106,7 @@ def test_memory_optimized_divides_what_is_larger_than_a_fair_share() -> None:
 def test_tables_above_a_threshold_are_sliced(num_ranks: int, strategy: str) -> None:
     """A threshold counts the bytes of float32 here."""
     tables, table_stats = sizes([(100, 8), (5, 8), (10, 8), (25, 4), (11, 2)])
-    sharding = plan_sharding(tables, table_stats, num_ranks, strategy=strategy, column_threshold=4 * 45)
+    sharding = planned(tables, table_stats, num_ranks, strategy=strategy, column_threshold=4 * 45)
     kinds = {one.name: sharding.tables[one.name].kind for one in tables}
     assert [kinds[name] for name in ("t0", "t2", "t3")] == ["column_wise"] * 3
 
@@ -108,7 +114,7 @@ def test_tables_above_a_threshold_are_sliced(num_ranks: int, strategy: str) -> N
 def test_slices_that_meet_on_the_emptiest_rank_are_one() -> None:
     """Two ranks are full with tables that are as large as the slices of the third one together."""
     tables, table_stats = sizes([(100, 1), (100, 1), (52, 2)])
-    sharding = plan_sharding(tables, table_stats, 3, strategy="memory_balanced", column_threshold=4 * 100)
+    sharding = planned(tables, table_stats, 3, strategy="memory_balanced", column_threshold=4 * 100)
     assert sharding.tables["t2"].kind == "table_wise"
     assert sorted(owned_bytes(sharding, tables, table_stats)) == [400, 400, 416]
 
@@ -116,7 +122,7 @@ def test_slices_that_meet_on_the_emptiest_rank_are_one() -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 8, 64])
 def test_by_cost_fewer_tables_than_ranks_keep_all_ranks_at_work(num_ranks: int) -> None:
     tables, table_stats = sizes([(100_000, 16)] * (num_ranks - 1))
-    sharding = plan_sharding(tables, table_stats, num_ranks)
+    sharding = planned(tables, table_stats, num_ranks)
     for rank in range(num_ranks):
         assert any(
             table_sharding.by_hash or table_sharding.slice_of(rank) for table_sharding in sharding.tables.values()
@@ -126,7 +132,7 @@ def test_by_cost_fewer_tables_than_ranks_keep_all_ranks_at_work(num_ranks: int) 
 def test_by_cost_large_tables_go_by_row_and_many_tiny_ones_whole() -> None:
     """A rarely used table costs less on few ranks; tiny ones are spread over ranks."""
     tables, table_stats = sizes([(1_000_000, 64)] * 2 + [(2, 4)] * 40)
-    sharding = plan_sharding(tables, table_stats, 4)
+    sharding = planned(tables, table_stats, 4)
     assert [sharding.tables[f"t{i}"].kind for i in range(2)] == ["row_wise", "row_wise"]
     ranks = [sharding.tables[f"t{i}"].slices[0].rank for i in range(2, 42)]
     assert np.bincount(ranks, minlength=4).tolist() == [10, 10, 10, 10]
@@ -135,29 +141,27 @@ def test_by_cost_large_tables_go_by_row_and_many_tiny_ones_whole() -> None:
 def test_by_cost_a_wide_table_of_few_rows_is_cut_into_columns() -> None:
     """A single row that all ranks use has one owner by hash; its columns can be on all ranks."""
     tables, table_stats = sizes([(1, 65_536)])
-    assert plan_sharding(tables, table_stats, 4).tables["t0"].kind == "column_wise"
+    assert planned(tables, table_stats, 4).tables["t0"].kind == "column_wise"
 
 
 def test_by_cost_a_hot_table_is_copied_where_steps_are_rare() -> None:
     """Rows are sent once a step instead of once a batch."""
     tables = [table("t0", 64, SGD)]
     table_stats = {"t0": TableStats(rows=2000, samples=1_000_000, hotness=10.0)}
-    assert plan_sharding(tables, table_stats, 2).tables["t0"].kind == "row_wise"
-    assert (
-        plan_sharding(tables, table_stats, 2, costs=CostModel(batches_per_step=8)).tables["t0"].kind == "data_parallel"
-    )
+    assert planned(tables, table_stats, 2).tables["t0"].kind == "row_wise"
+    assert planned(tables, table_stats, 2, costs=CostModel(batches_per_step=8)).tables["t0"].kind == "data_parallel"
 
 
 def test_wrong_words_are_refused_with_those_that_are_allowed() -> None:
     tables, table_stats = sizes([(5, 1)])
     with pytest.raises(ValueError, match="strategy of sharding is 'best': it must be one of 'auto', 'basic'"):
-        plan_sharding(tables, table_stats, 2, strategy="best")
+        planned(tables, table_stats, 2, strategy="best")
     with pytest.raises(ValueError, match="to be sharded by 'rows': expected one of 'row_wise', 'table_wise'"):
-        plan_sharding(tables, table_stats, 2, kinds={"t0": "rows"})
+        planned(tables, table_stats, 2, kinds={"t0": "rows"})
     with pytest.raises(ValueError, match="table 't0' is 'row': expected one of 'row_wise', 'table_wise'"):
         ShardingPlan(2, {"t0": TableSharding("row")})
     with pytest.raises(ValueError, match="unknown table 't1': the tables are 't0'"):
-        plan_sharding(tables, table_stats, 2, kinds={"t1": "row_wise"})
+        planned(tables, table_stats, 2, kinds={"t1": "row_wise"})
 
 
 @settings(max_examples=40, deadline=None)

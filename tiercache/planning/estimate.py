@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -167,8 +167,13 @@ class Model:
         ])  # fmt: skip
         """(tables, passes): the rows of a pass by the passes to their next use."""
         starts = np.concatenate([[0], self.rows_TN.sum(axis=1).cumsum()])
-        _check_rows(starts, self.groups)
         self.positions = RowOffsets(self.groups, np.broadcast_to(starts, (cut.passes, starts.size)))
+        for g, group in enumerate(self.groups):
+            if (rows := self.positions.num_rows(0, g)) > MOST_SLOTS:
+                raise BudgetError(
+                    f"a pass would have {rows:,} rows of tables such as {group.tables[0].name!r}, but a device holds "
+                    f"{MOST_SLOTS:,}: use a smaller device_budget or unique_per_pass, or more passes"
+                )
         self._counts = PassCounts.of(self.positions, *2 * (np.pad(self.rows_TN, ((0, 0), (1, 0))),))
 
     @property
@@ -185,11 +190,8 @@ class Model:
     @property
     def device_bytes(self) -> int:
         """Bytes on the device."""
-        return device_need(self.groups, dict(zip(self._names, self.rows_TN.sum(axis=1).tolist(), strict=True)))
-
-    @property
-    def _names(self) -> list[str]:
-        return [table.name for table in self.positions.tables]
+        names = [table.name for table in self.positions.tables]
+        return device_need(self.groups, dict(zip(names, self.rows_TN.sum(axis=1).tolist(), strict=True)))
 
     def planner(self, host_budget: int) -> Planner:
         """Return the planner of the one pass. Raises BudgetError for too small a budget."""
@@ -277,11 +279,7 @@ def cut_passes(
     ``passes`` with ``unique_per_pass`` determines the exponent. Raises ValueError, and BudgetError for a device budget
     that does not hold a pass.
     """
-    groups = group_tables(work.tables)
-
-    def rows(models: Mapping[str, KeyModel], samples: float) -> dict[str, float]:
-        return {name: model.rows(work.keys_per_sample[name] * samples) for name, model in models.items()}
-
+    groups, rows = group_tables(work.tables), partial(_rows_of, work)
     if passes is not None and unique_per_pass is not None:
         exponent, models = _fitted(work, unique_per_pass, passes)
     else:
@@ -312,6 +310,11 @@ def cut_passes(
             f"it to {option_bytes(math.ceil(need))}, or use more passes or a smaller unique_per_pass"
         )
     return Cut(passes, each, exponent, models)
+
+
+def _rows_of(work: Workload, models: Mapping[str, KeyModel], samples: float) -> dict[str, float]:
+    """Return the expected distinct keys in ``samples``, by table."""
+    return {name: model.rows(work.keys_per_sample[name] * samples) for name, model in models.items()}
 
 
 class _Size(NamedTuple):
@@ -353,11 +356,11 @@ def _fitted(work: Workload, wanted: int, passes: int) -> tuple[float, dict[str, 
             models = key_models(work, exponent)
         except ValueError:
             return 1.0  # too skewed for that many distinct keys
-        return wanted - sum(model.rows(work.keys_per_sample[name] * samples) for name, model in models.items())
+        return wanted - sum(_rows_of(work, models, samples).values())
 
     exponent = root(excess, 0.0, _MOST_EXPONENT)
     models = key_models(work, exponent)
-    found = sum(model.rows(work.keys_per_sample[name] * samples) for name, model in models.items())
+    found = sum(_rows_of(work, models, samples).values())
     if abs(found - wanted) > 1 + _FITTED * wanted:
         raise ValueError(
             f"unique_per_pass is {wanted:,}, but each of {passes:,} passes of this data has at "
@@ -365,16 +368,3 @@ def _fitted(work: Workload, wanted: int, passes: int) -> tuple[float, dict[str, 
             "that, another number of passes, or zipf instead"
         )
     return exponent, models
-
-
-def _check_rows(starts: NDArray[np.int64], groups: tuple[Group, ...]) -> None:
-    """Raise BudgetError for a pass with more rows than slots can number."""
-    first = 0
-    for group in groups:
-        rows = int(starts[first + len(group.tables)] - starts[first])
-        first += len(group.tables)
-        if rows > MOST_SLOTS:
-            raise BudgetError(
-                f"a pass would have {rows:,} rows of tables such as {group.tables[0].name!r}, but a device holds "
-                f"{MOST_SLOTS:,}: use a smaller device_budget or unique_per_pass, or more passes"
-            )

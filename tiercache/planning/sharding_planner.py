@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.planning.sharding_rules import CostModel, ShardingRules, check_strategy
+from tiercache.planning.sharding_rules import CostModel, ShardingRules
 from tiercache.store.sharding import KINDS, Kind, ShardingPlan, Slice, TableSharding, listed, unknown_kind
 
 if TYPE_CHECKING:
@@ -96,38 +96,20 @@ _COLUMNS_SAVE = 1.01
 
 
 def plan_sharding(
-    tables: Sequence[Table],
-    table_stats: Mapping[str, TableStats],
-    num_ranks: int,
-    *,
-    strategy: str = "auto",
-    kinds: Mapping[str, str] | None = None,
-    replicate_threshold: int | None = None,
-    column_threshold: int | None = None,
-    row_threshold: int | None = None,
-    costs: CostModel | None = None,
+    tables: Sequence[Table], table_stats: Mapping[str, TableStats], num_ranks: int, rules: ShardingRules
 ) -> ShardingPlan:
     """Divide every table over the ranks. Equal arguments give equal plans; on one rank every table is "row_wise".
 
-    A table's kind is decided by the first that applies of: ``kinds`` ("row_wise", "table_wise", "column_wise",
-    "data_parallel", by name of the table); the thresholds, in bytes of the rows of its largest pass with their
-    optimizer state: data_parallel at most ``replicate_threshold``, row_wise above ``row_threshold``, column_wise above
-    ``column_threshold``; the strategy. Columns are cut in 2, 4, 8 ... slices until each is within the threshold, in as
-    many as there are ranks (or columns) at most; slices that meet on a rank are one.
-
-    "basic": whole tables and slices go to one rank after the other, in the order given. "memory_balanced": the largest
-    goes first, each to the rank with the fewest bytes so far. "memory_optimized": the same, and tables that are larger
-    than a rank's fair share of all bytes are sharded row-wise if no threshold was given. "cost", or "auto":
-    the kind and ranks for which the busiest rank spends the least seconds on a batch (``_TableCost``).
-
-    Raises ValueError for an unknown strategy, kind or name.
+    Columns are cut in 2, 4, 8 ... slices until each is within the threshold, in as many as there are ranks (or columns)
+    at most; slices that meet on a rank are one. A rank's fair share, for "memory_optimized", counts if neither of the
+    larger thresholds is given. Raises ValueError for an unknown kind or table.
     """
-    check_strategy(strategy)
-    requested = _checked_kinds(tables, kinds or {})
+    requested = _checked_kinds(tables, rules.kinds)
     if num_ranks == 1:
         return ShardingPlan(1, {table.name: TableSharding("row_wise") for table in tables})
     num_bytes = {table.name: table_stats[table.name].rows * table.row_bytes for table in tables}
-    if strategy == "memory_optimized" and row_threshold is None and column_threshold is None:
+    replicate_threshold, column_threshold, row_threshold = rules.thresholds.values()
+    if rules.strategy == "memory_optimized" and row_threshold is None and column_threshold is None:
         row_threshold = sum(num_bytes.values()) // num_ranks
     choices: dict[str, tuple[Kind | None, int]] = {}
     for table in tables:
@@ -137,11 +119,11 @@ def plan_sharding(
         elif kind is None and row_threshold is not None and size > row_threshold:
             kind = "row_wise"
         elif kind is None and column_threshold is not None and size > column_threshold:
-            kind, slices = "column_wise", min(slices, 1 << (-(-size // max(1, column_threshold)) - 1).bit_length())
+            kind, slices = "column_wise", min(slices, 1 << (-(-size // column_threshold) - 1).bit_length())
         choices[table.name] = kind, slices
-    if strategy in {"auto", "cost"}:
-        return _by_cost(tables, table_stats, num_ranks, choices, costs or CostModel())
-    return _by_bytes(tables, num_bytes, num_ranks, choices, in_turn=strategy == "basic")
+    if rules.strategy in {"auto", "cost"}:
+        return _by_cost(tables, table_stats, num_ranks, choices, rules.costs)
+    return _by_bytes(tables, num_bytes, num_ranks, choices, in_turn=rules.strategy == "basic")
 
 
 def sharding_of(
@@ -162,15 +144,11 @@ def sharding_of(
         if how.num_ranks != num_ranks:
             raise ValueError(f"the sharding is for {how.num_ranks} ranks, but there are {num_ranks}: create another")
         return how
-    if isinstance(how, ShardingRules):
-        rules = how
-    else:
-        rules = ShardingRules(strategy=how) if isinstance(how, str) else ShardingRules(kinds=how)
-    costs = rules.costs if rules.costs.number_bytes else replace(rules.costs, number_bytes=number_bytes)
-    return plan_sharding(
-        passes.schema.tables, stats_of(passes), num_ranks, strategy=rules.strategy, kinds=rules.kinds, costs=costs,
-        **rules.thresholds,
-    )  # fmt: skip
+    if not isinstance(how, ShardingRules):
+        how = ShardingRules(strategy=how) if isinstance(how, str) else ShardingRules(kinds=how)
+    if how.costs.number_bytes is None:
+        how = replace(how, costs=replace(how.costs, number_bytes=number_bytes))
+    return plan_sharding(passes.schema.tables, stats_of(passes), num_ranks, how)
 
 
 def _checked_kinds(tables: Sequence[Table], kinds: Mapping[str, str]) -> dict[str, Kind]:

@@ -68,7 +68,11 @@ class ShardingRules:
     """The inputs of the strategy "cost"."""
 
     def __post_init__(self) -> None:
-        check_strategy(self.strategy)
+        if self.strategy not in STRATEGIES:
+            raise ValueError(
+                f"the strategy of sharding is {self.strategy!r}: it must be one of {listed(STRATEGIES)}, or pass kinds "
+                "by table, such as {'user': 'row_wise'}"
+            )
         thresholds = [(name, size) for name, size in self.thresholds.items() if size is not None]
         for (name, size), (other, more) in pairwise(thresholds):
             if size > more:
@@ -82,15 +86,6 @@ class ShardingRules:
         """Return the thresholds in bytes by their names, the one for the smallest tables first."""
         names = ("replicate_threshold", "column_threshold", "row_threshold")
         return {name: _size(name, getattr(self, name)) for name in names}
-
-
-def check_strategy(strategy: str) -> None:
-    """Raise ValueError for an unknown strategy."""
-    if strategy not in STRATEGIES:
-        raise ValueError(
-            f"the strategy of sharding is {strategy!r}: it must be one of {listed(STRATEGIES)}, or pass kinds by "
-            "table, such as {'user': 'row_wise'}"
-        )
 
 
 def sharding_facts(sharding: ShardingPlan | ShardingRules | str | Mapping[str, str]) -> Any:
