@@ -93,7 +93,7 @@ def check_plan(
             )  # fmt: skip
 
         planner = Planner(
-            schedule, positions, ReuseCounts(schedule, positions, next_uses_of), host,
+            ReuseCounts(schedule, positions, next_uses_of), host,
             start=0 if schedule.repeats else start or 0, within=False, commit_every=budgets.commit_every, stored={},
         )  # fmt: skip
         if budgets.store_budget is not None and (schedule.repeats or start is not None):
@@ -118,7 +118,7 @@ def plans_of(budgets: Budgets, source: DatasetView, store: Store, *, order: Orde
         schedule, positions, positions.keys_of(source), store.path if store.mode == "a" else None,
         keys_per_range=host.keys_per_sweep, share=source.share if isinstance(source, ShardView) else "",
     )  # fmt: skip
-    return Plans(store, schedule, positions, uses.of, host, budgets), uses
+    return Plans(store, ReuseCounts(schedule, positions, uses.of), host, budgets), uses
 
 
 def _record_bytes(tables: Iterable[Table]) -> int:

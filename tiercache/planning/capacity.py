@@ -146,8 +146,7 @@ class Capacity:
             reuse.positions, host_budget, self._eval_budget, pinned=pinned, records=self._record_bytes
         )
         return Planner(
-            reuse.schedule, reuse.positions, reuse.counts, budget,
-            start=0, within=False, commit_every=commit_every, end=end, stored={},
+            reuse.counts, budget, start=0, within=False, commit_every=commit_every, end=end, stored={},
         )  # fmt: skip
 
 

@@ -195,12 +195,10 @@ class Model:
 
     def planner(self, host_budget: int) -> Planner:
         """Return the planner of the one pass. Raises BudgetError for too small a budget."""
-        schedule = Schedule(num_passes=1, dataset_digest="")
+        counts = ReuseCounts(Schedule(num_passes=1, dataset_digest=""), self.positions, None, [self._counts])
         return Planner(
-            schedule, self.positions, ReuseCounts(schedule, self.positions, None, [self._counts]),
-            self.divided(host_budget), start=0, within=False, commit_every=self.commit_every,
-            end=1, stored={},
-        )  # fmt: skip
+            counts, self.divided(host_budget), start=0, within=False, commit_every=self.commit_every, end=1, stored={}
+        )
 
     @cached_property
     def least_host(self) -> int:

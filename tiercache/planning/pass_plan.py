@@ -10,7 +10,6 @@ import numpy as np
 from tiercache.errors import BudgetError, DatasetError
 from tiercache.planning.budgets import ALIGNED_BYTES, PAGE_BYTES, Budgets, HostBudget, paged
 from tiercache.planning.host_plan import HostCache, PageRange
-from tiercache.planning.reuse import ReuseCounts
 from tiercache.planning.store_plan import StorePlan
 from tiercache.sizes import format_bytes
 from tiercache.store.layout import SegmentLayout
@@ -21,9 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.planning.next_use import NextUses
-    from tiercache.planning.row_offsets import RowOffsets
-    from tiercache.planning.schedule import Schedule
+    from tiercache.planning.reuse import ReuseCounts
     from tiercache.store import Segment, Store
     from tiercache.store.snapshot import History
 
@@ -114,8 +111,6 @@ class Planner:
 
     def __init__(
         self,
-        schedule: Schedule,
-        positions: RowOffsets,
         counts: ReuseCounts,
         budget: HostBudget,
         *,
@@ -131,13 +126,12 @@ class Planner:
         ``counts``. Raises BudgetError if the reserve of a pass exceeds the host budget.
         """
         self._end = end
-        self._schedule, self._positions, self._budget = schedule, positions, budget
+        self._counts, self._schedule, self._positions, self._budget = counts, counts.schedule, counts.positions, budget
         self._start, self._within, self._commit_every = start, within, commit_every
         self._layouts = {pass_index: tuple(parts) for pass_index, parts in stored.items()}
         self._base = min([0, *self._layouts])  # below 0: the pass of the rows that the schedule was entered with
         self._more_parts = max(0, len(self._layouts.get(self._base, ())) - 1)  # segments of the base, but the first
         self._cache = HostCache(budget.grain)
-        self._counts = counts
         self.next_pass = start
         """The pass that `plan_next` plans."""
         self._last_capacity = budget.rows
@@ -343,17 +337,9 @@ def least_host_budget(planner_of: Callable[[int], Planner]) -> int:
 class Plans:
     """Makes planners that start at the newest commit of a store."""
 
-    def __init__(
-        self,
-        store: Store,
-        schedule: Schedule,
-        positions: RowOffsets,
-        next_uses_of: Callable[[int], NextUses],
-        host: HostBudget,
-        budgets: Budgets,
-    ) -> None:
-        self._store, self.schedule, self.positions, self.host, self._budgets = store, schedule, positions, host, budgets
-        self._counts = ReuseCounts(schedule, positions, next_uses_of)
+    def __init__(self, store: Store, counts: ReuseCounts, host: HostBudget, budgets: Budgets) -> None:
+        self._store, self._counts, self.host, self._budgets = store, counts, host, budgets
+        self.schedule, self.positions = counts.schedule, counts.positions
 
     @property
     def cursor(self) -> tuple[int, int]:
@@ -380,8 +366,8 @@ class Plans:
         pass_index, sample = self.cursor
         stored = {v: [one.layouts for one in found] for v, found in segments_by_pass(self._store).items()}
         return Planner(
-            self.schedule, self.positions, self._counts, self.host, start=pass_index, within=sample > 0,
-            commit_every=self._budgets.commit_every, end=end, stored=stored,
+            self._counts, self.host, start=pass_index, within=sample > 0, commit_every=self._budgets.commit_every,
+            end=end, stored=stored,
         )  # fmt: skip
 
 

@@ -64,12 +64,12 @@ class ReuseCounts:
         None: ``counts`` are those of each sub-dataset, in an order that repeats.
         """
         assert schedule.repeats or next_uses_of, "a seeded order has counts of every epoch"
-        self._schedule, self._positions, self._uses_of = schedule, positions, next_uses_of
+        self.schedule, self.positions, self._uses_of = schedule, positions, next_uses_of
         self._counts = dict(enumerate(counts))
 
     def of(self, pass_index: int) -> PassCounts:
         """Return the counts of a pass."""
-        schedule, name, first = self._schedule, pass_index, 0
+        schedule, name, first = self.schedule, pass_index, 0
         if schedule.repeats:
             name = schedule.sub_dataset_of(pass_index)
         else:
@@ -83,13 +83,17 @@ class ReuseCounts:
 
     def _count(self, pass_index: int) -> PassCounts:
         assert self._uses_of is not None, "all passes were counted"
-        uses, positions = self._uses_of(self._schedule.epoch_of(pass_index)), self._positions
-        p, tables = self._schedule.sub_dataset_of(pass_index), range(len(positions.tables))
-        next_TN, prev_TN = np.zeros((2, len(tables), self._schedule.longest_distance + 1), dtype=np.int64)
-        for table in tables:
+        uses, positions = self._uses_of(self.schedule.epoch_of(pass_index)), self.positions
+        p, tables, longest = (
+            self.schedule.sub_dataset_of(pass_index),
+            len(positions.tables),
+            self.schedule.longest_distance,
+        )
+        next_TN, prev_TN = np.zeros((2, tables, longest + 1), dtype=np.int64)
+        for table in range(tables):
             span = slice(*positions.starts_PT[p, table : table + 2])
-            count_distances(uses.next_distance[p][span], self._schedule.longest_distance, next_TN[table])
-            count_distances(uses.prev_distance[p][span], self._schedule.longest_distance, prev_TN[table])
+            count_distances(uses.next_distance[p][span], longest, next_TN[table])
+            count_distances(uses.prev_distance[p][span], longest, prev_TN[table])
         return PassCounts.of(positions, next_TN, prev_TN)
 
 
