@@ -54,9 +54,8 @@ def list_array(values: Any, offsets: NDArray[np.int64]) -> Any:
         raise ValueError(f"the values of the lists have shape {values.shape}: expected one dimension")
     array = arrow_array(values)
     if not offsets.size or offsets[0] != 0 or offsets[-1] != len(array) or (np.diff(offsets) < 0).any():
-        raise ValueError(
-            f"offsets {_first(offsets)} do not go from 0 to the number of values, {len(array)}, without decreasing"
-        )
+        seen = f"{offsets[:5].tolist()}{'...' if offsets.size > 5 else ''}"
+        raise ValueError(f"offsets {seen} do not go from 0 to the number of values, {len(array)}, without decreasing")
     return pa.LargeListArray.from_arrays(pa.array(offsets), array)
 
 
@@ -175,10 +174,6 @@ def _of_parts(parts: Sequence[Any]) -> Any:
     np.cumsum([0 if array is None else len(array) for array in arrays], out=offsets[1:])
     is_null = pa.array([array is None for array in arrays], pa.bool_())
     return pa.LargeListArray.from_arrays(pa.array(offsets), values, mask=is_null)
-
-
-def _first(offsets: NDArray[np.int64]) -> str:
-    return f"{offsets[:5].tolist()}{'...' if offsets.size > 5 else ''}"
 
 
 _LARGEST = 1 << 64

@@ -54,7 +54,9 @@ def encode(schema: Schema, batch: SourceBatch, *, hashed: bool = True, run: Run 
     hashed: False checks everything, but puts zeros in place of hashes and compiles nothing. run: encodes features and
     columns, on several threads or not.
     """
-    makers: list[Callable[[], Any]] = [partial(_feature, f, batch, hashed) for f in schema.features]
+    makers: list[Callable[[], Any]] = [
+        partial(_single if f.hotness == "one_hot" else _list, f, batch, hashed) for f in schema.features
+    ]
     makers += [partial(make, schema, batch) for make in (_label, _dense, _kept)]
     made: list[Any] = [None] * len(makers)
 
@@ -132,10 +134,6 @@ def _integers_of_decimals(batch: SourceBatch, column: str, array: Any, dtype: np
 
 def _unfit(value: Any, dtype: np.dtype[Any]) -> str:
     return f"it is {value.as_py()}, which {dtype} cannot represent: set a different dtype"
-
-
-def _feature(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
-    return (_single if feature.hotness == "one_hot" else _list)(feature, batch, hashed)
 
 
 def check_first_rows(schema: Schema, source: Source) -> None:

@@ -104,7 +104,11 @@ class FrequencyFilter:
         """
         self._schema, self._tables = schema, schema.ordered_tables
         runs = [open_key_set(_run_path(folder, index), self._tables, run) for index, run in enumerate(state.runs)]
-        before = [key_set for dataset in earlier for key_set in _key_sets(dataset, schema)]
+        before: list[KeySet] = []
+        for dataset in earlier:
+            dataset.check_schema(schema)
+            rare_keys = dataset.rare_keys()
+            before += [one.key_set for one in dataset.passes] + ([] if rare_keys is None else [rare_keys])
         self._columns: list[list[NDArray[np.int64]]] = []
         """By table, all in hash order: the keys that occur at least ``min_count`` times in runs and earlier datasets
         together, the keys of the runs that do not, and the counts of these in the runs."""
@@ -180,12 +184,6 @@ def _merged(
         firsts = np.flatnonzero(np.diff(hashes[order], prepend=~hashes[order[:1]]))
         if firsts.size:
             yield (keys[order[firsts]], np.add.reduceat(counts[order], firsts), np.add.reduceat(totals[order], firsts))
-
-
-def _key_sets(dataset: PassDataset, schema: Schema) -> list[KeySet]:
-    dataset.check_schema(schema)
-    rare = dataset.rare_keys()
-    return [p.key_set for p in dataset.passes] + ([] if rare is None else [rare])
 
 
 def _mapped(path: Path) -> NDArray[np.int64]:

@@ -64,7 +64,8 @@ class NGrams:
         numbers = [*self.factors, self.padding, *chain(*self.moduli, *self.offsets)]
         if wrong := [one for one in numbers if as_integer(one) is None]:
             raise ValueError(f"factors, moduli, offsets or padding have {wrong[0]!r}: expected whole numbers")
-        object.__setattr__(self, "factors", tuple(map(_signed, self.factors)))
+        words = (operator.index(one) + (1 << 63) & _MASK for one in self.factors)
+        object.__setattr__(self, "factors", tuple(word - (1 << 63) for word in words))  # with the same bits as int64
         if len(self.factors) != self.orders[-1]:
             raise ValueError(
                 f"orders up to {self.orders[-1]} have {len(self.factors)} factors: expected one for each token"
@@ -315,11 +316,6 @@ def _engram(
 
 def _by_order(numbers: Sequence[int], heads: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(numbers[first : first + heads]) for first in range(0, len(numbers), heads))
-
-
-def _signed(number: int) -> int:
-    """Return the number that has the same 64 bits as an int64."""
-    return (operator.index(number) + (1 << 63) & _MASK) - (1 << 63)
 
 
 def _splitmix(value: int) -> int:

@@ -89,10 +89,7 @@ class RowBudget:
 
     def needed(self, rows: Sequence[int]) -> int:
         """Return the bytes on each device of all passes closed and of one more with ``rows``."""
-        return sum(
-            max(high, new) * size
-            for high, new, size in zip(self._high_water, self._by_group(rows), self._row_bytes, strict=True)
-        )
+        return sum(high * size for high, size in zip(self._grown(rows), self._row_bytes, strict=True))
 
     def fits(self, rows: Sequence[int]) -> bool:
         """Return True if a pass with ``rows`` fits."""
@@ -100,7 +97,7 @@ class RowBudget:
 
     def close(self, rows: Sequence[int]) -> None:
         """Count a closed pass."""
-        self._high_water = [max(high, new) for high, new in zip(self._high_water, self._by_group(rows), strict=True)]
+        self._high_water = self._grown(rows)
 
     def excess(self, rows: Sequence[int]) -> str:
         """Return the part of an error message that compares the need of ``rows`` with the budget."""
@@ -111,11 +108,13 @@ class RowBudget:
             f"but the device budget is {budget}"
         )
 
-    def _by_group(self, rows: Sequence[int]) -> list[int]:
+    def _grown(self, rows: Sequence[int]) -> list[int]:
+        """Return the high-water marks after one more pass."""
         totals = [0] * len(self._row_bytes)
         for group, count in zip(self._group_of, rows, strict=True):
             totals[group] += count
-        return [max_device_rows(total, self.devices) for total in totals]
+        new = (max_device_rows(total, self.devices) for total in totals)
+        return [max(pair) for pair in zip(self._high_water, new, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import zipfile
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,19 +90,17 @@ class ParquetReader(FileReader):
         """Read row groups in turn."""
         with self._open() as parquet:
             meta = parquet.metadata
-            sizes = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
-            first, skip = 0, row
-            while first < len(sizes) and skip >= sizes[first]:
-                skip -= sizes[first]
-                first += 1
-            done = row - skip
+            begins = [0, *accumulate(meta.row_group(i).num_rows for i in range(meta.num_row_groups))]
+            first = bisect_right(begins, row) - 1
+            done, skip = begins[first], row - begins[first]
             # Encoded bytes may be far fewer than the decoded ones; a key takes 8 bytes per value.
             in_groups = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
             width = max(8 * len(columns), in_groups // max(1, meta.num_rows))
             self._reading = done, columns
-            groups = list(range(first, len(sizes)))
+            groups = list(range(first, meta.num_row_groups))
             # Arrow cannot join lists of dictionaries of several row groups in one batch.
-            is_coded = any(_has_dictionary(self.schema.field(name).type) for name in columns)
+            kinds = [self.schema.field(name).type for name in columns]
+            is_coded = any(is_list(kind) and types.is_dictionary(kind.value_type) for kind in kinds)
             for batch in chain.from_iterable(
                 parquet.iter_batches(
                     batch_rows(batch_bytes, width), row_groups=part, columns=list(columns), use_threads=use_threads
@@ -121,21 +120,16 @@ class ParquetReader(FileReader):
 
     def _open(self) -> Any:
         source = self._file.path if isinstance(self._file.path, Path) else open_binary(self._file.path)
-        return pq.ParquetFile(
-            source,
-            buffer_size=1 << 20,
-            pre_buffer=False,
-            read_dictionary=self._dictionaries,
-            page_checksum_verification=True,
-        )
+        options: dict[str, Any] = {"buffer_size": 1 << 20, "pre_buffer": False, "page_checksum_verification": True}
+        return pq.ParquetFile(source, read_dictionary=self._dictionaries, **options)
 
     def explain(self, error: Exception) -> SourceError | None:
         """Name the column, and the row group, of a page that cannot be read: each column is read alone."""
         row, columns = self._reading
         with suppress(OSError, pa.ArrowException), self._open() as parquet:
-            first = 0
+            end = 0
             for group in range(parquet.metadata.num_row_groups):
-                end = first + parquet.metadata.row_group(group).num_rows
+                first, end = end, end + parquet.metadata.row_group(group).num_rows
                 for column in columns if end > row else ():
                     try:
                         parquet.read_row_group(group, columns=[column], use_threads=False)
@@ -146,7 +140,6 @@ class ParquetReader(FileReader):
                             f"{self._file.path}, column {column!r}, {rows} cannot be read ({text}): the file is "
                             "damaged: copy it or write it again"
                         )
-                first = end
         return None
 
 
@@ -189,11 +182,9 @@ def _dictionary_columns(meta: Any) -> list[str]:
     These are the columns whose values take few bytes in the first row group. If a dictionary grew too large, the rest
     of its column is plain, and making a dictionary of that would cost more than hashing it.
     """
-    group = meta.row_group(0) if meta.num_row_groups else None
-    columns = [] if group is None else [group.column(i) for i in range(group.num_columns)]
     return [
         c.path_in_schema
-        for c in columns
+        for c in _first_columns(meta)
         if c.physical_type == "BYTE_ARRAY"
         and "." not in c.path_in_schema
         and c.has_dictionary_page
@@ -201,19 +192,16 @@ def _dictionary_columns(meta: Any) -> list[str]:
     ]
 
 
-def _has_dictionary(kind: Any) -> bool:
-    """Return True for lists of dictionaries."""
-    return is_list(kind) and types.is_dictionary(kind.value_type)
-
-
 def _decoding_bytes(meta: Any, names: set[str]) -> int:
     """Estimate the memory for decoding from the first row group: pages, dictionaries and buffers of each column."""
-    if not meta.num_row_groups:
-        return 0
-    group = meta.row_group(0)
-    columns = [group.column(i) for i in range(group.num_columns)]
-    read = [c for c in columns if c.path_in_schema.split(".")[0] in names]
+    read = [c for c in _first_columns(meta) if c.path_in_schema.split(".")[0] in names]
     return sum(min(_MOST_DECODING_BYTES, 3 * int(c.total_uncompressed_size)) for c in read)
+
+
+def _first_columns(meta: Any) -> list[Any]:
+    """Return the columns of the first row group, if there is one."""
+    group = meta.row_group(0) if meta.num_row_groups else None
+    return [] if group is None else [group.column(i) for i in range(group.num_columns)]
 
 
 def _open_ipc(source: Any, options: Any = None) -> Any:

@@ -83,18 +83,14 @@ class ReuseCounts:
 
     def _count(self, pass_index: int) -> PassCounts:
         assert self._uses_of is not None, "all passes were counted"
-        uses, positions = self._uses_of(self.schedule.epoch_of(pass_index)), self.positions
-        p, tables, longest = (
-            self.schedule.sub_dataset_of(pass_index),
-            len(positions.tables),
-            self.schedule.longest_distance,
-        )
+        uses, p = self._uses_of(self.schedule.epoch_of(pass_index)), self.schedule.sub_dataset_of(pass_index)
+        tables, longest = len(self.positions.tables), self.schedule.longest_distance
         next_TN, prev_TN = np.zeros((2, tables, longest + 1), dtype=np.int64)
         for table in range(tables):
-            span = slice(*positions.starts_PT[p, table : table + 2])
+            span = slice(*self.positions.starts_PT[p, table : table + 2])
             count_distances(uses.next_distance[p][span], longest, next_TN[table])
             count_distances(uses.prev_distance[p][span], longest, prev_TN[table])
-        return PassCounts.of(positions, next_TN, prev_TN)
+        return PassCounts.of(self.positions, next_TN, prev_TN)
 
 
 def _present(rows_TN: NDArray[np.int64]) -> DistanceRows:
