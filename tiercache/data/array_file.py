@@ -59,9 +59,7 @@ class ArrayLayout:
         text = json.dumps(record, ensure_ascii=True).encode()
         text += b" " * (-(8 + len(text)) % 64)
         self.header = len(text).to_bytes(8, "little") + text
-        """The first bytes of the file."""
         self.num_bytes = len(self.header) + whole
-        """Bytes of the whole file."""
 
     def offset(self, name: str, row: int = 0) -> int:
         """Return where a row of an array begins, in bytes from the first array on."""

@@ -54,7 +54,6 @@ class BlockLayout:
     """The pieces of a block and the copies that fill them. Lists of any length are placed separately for each block."""
 
     size: int
-    """N."""
     orders: Sequence[IdOrder]
     features: Mapping[str, Feature]
     """The features that are read, by name in the schema's order."""
@@ -124,7 +123,6 @@ class BlockPlaces(NamedTuple):
     """The first byte of each piece, and the end of the last one."""
     copies: NDArray[np.int64]
     num_ids: Mapping[str, int]
-    """By feature."""
     starts: Sequence[NDArray[np.int64]]
     """(F + 1,) by order: the first id of each feature within the order."""
     column_bytes: int

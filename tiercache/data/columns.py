@@ -185,7 +185,6 @@ class BadValueError(ValueError):
     def __init__(self, at: int, what: str) -> None:
         super().__init__(what)
         self.at = at
-        """Its place in the array."""
 
 
 def plain_type(kind: Any, uses: AbstractSet[str]) -> Any:

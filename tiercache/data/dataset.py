@@ -91,8 +91,13 @@ class PassDataset:
         self.manifest = manifest
         self.schema = manifest.schema
         self.layout = SampleLayout(manifest.schema)
-        """The arrays of samples."""
         self.passes = tuple(SubDataset(directory, i, record, self.layout) for i, record in enumerate(manifest.passes))
+        self.tables = manifest.schema.ordered_tables
+        """The tables, in the order of table ids."""
+        self.samples = sum(one.samples for one in self.passes)
+        """Samples of all sub-datasets."""
+        self.num_bytes = sum(one.num_bytes() for one in self.passes)
+        """Bytes of the files of all sub-datasets."""
 
     @classmethod
     def of(cls, data: PassDataset | str | os.PathLike[str]) -> PassDataset:
@@ -129,16 +134,6 @@ class PassDataset:
         return self.manifest.digest
 
     @property
-    def tables(self) -> tuple[Table, ...]:
-        """The tables, in the order of table ids."""
-        return self.schema.ordered_tables
-
-    @property
-    def samples(self) -> int:
-        """Samples of all sub-datasets."""
-        return sum(p.samples for p in self.passes)
-
-    @property
     def blocks(self) -> tuple[range, ...]:
         """For each sub-dataset, the numbers of the blocks of ``write_key_sets`` in it: one if it had no budget."""
         sizes = self.manifest.options.get("blocks", [1] * len(self))
@@ -160,11 +155,6 @@ class PassDataset:
         if not all(p.has_samples or p.samples for p in self.passes):
             return f"{passes} of key sets without samples"
         return f"{passes}, {counted(self.samples, 'sample')}"
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the files of all sub-datasets."""
-        return sum(one.num_bytes() for one in self.passes)
 
     def rare_keys(self) -> KeySet | None:
         """Return the keys that were too rare for their own row, with counts; None without ``min_count``."""

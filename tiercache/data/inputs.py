@@ -138,11 +138,9 @@ class InputFile:
     format: str
     """"parquet", "ipc", "csv", "criteo", "numpy", "split_binary" or "python"."""
     delimiter: str
-    """The delimiter of a text file."""
     compression: str | None
     """The compression of a text file as a whole; other formats compress inside."""
     size: int
-    """Bytes."""
     mtime_ns: int
     """Modification time; 0 if there is none."""
     version: str = ""

@@ -92,7 +92,6 @@ class KeyPacker:
         self.tables, self._budget, self._workers = tuple(tables), budget, workers
         self._run = in_turn if workers is None else workers.run
         self.num_blocks = 0
-        """Blocks of the open sub-dataset."""
         self._unique = self._empty_tables()
 
     def add(

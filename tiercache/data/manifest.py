@@ -90,7 +90,6 @@ class Recording(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     batches: _Count
-    """The number of batches."""
     lookups: _Count
     """Digests of lookups, of all batches; 0: keys were recorded without the model's forward."""
     batch_size: _Count | None
@@ -100,7 +99,6 @@ class Recording(BaseModel):
     dataset_length: _Count | None
     """Samples of the loader's dataset; None: the loader was an iterable, and samples have no indices."""
     seed: int
-    """Seed of the recording."""
     same_draws: bool
     """True if samples draw the random numbers of the recording in every epoch."""
     unbatched: bool | None = None
@@ -114,7 +112,6 @@ class SubDatasetRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     samples: _Count
-    """The number of samples."""
     rows: dict[str, _Count]
     """Unique keys, by table."""
     values: dict[str, _Count] | None
@@ -161,7 +158,6 @@ class Manifest:
     inputs: tuple[dict[str, Any], ...]
     """Name, size and time of change of each input file; empty for datasets from arrays."""
     rare: SubDatasetRecord | None = None
-    """The file of rare keys; None: there is none."""
     version: int = VERSION
     """Version of the rules by which keys were made from its data."""
 

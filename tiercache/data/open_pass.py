@@ -51,7 +51,6 @@ class OpenPass:
         """``expected``: the estimated number of keys of each table, in the order of table ids."""
         self.layout, self.path = layout, path
         self.samples = 0
-        """Samples taken so far."""
         self.batches: list[list[ScratchArray]] = []
         self.values = dict.fromkeys((f.name for f in layout.ragged), 0) if with_samples else None
         """Ids of all lists so far, by feature with any number of them; None: the pass gets only a key set."""

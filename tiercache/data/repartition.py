@@ -142,7 +142,6 @@ class SplitSource:
     """The source of a split dataset."""
 
     digest: str
-    """Digest of the source."""
     parts: tuple[tuple[int, ...], ...]
     """For each pass of the source, the samples of each part."""
 

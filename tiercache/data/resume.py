@@ -33,7 +33,6 @@ class ExtractionState:
     inputs: tuple[dict[str, Any], ...]
     """The records of the input files, to detect changes."""
     passes: tuple[SubDatasetRecord, ...] = ()
-    """The closed passes."""
     file_index: int = 0
     """The file of the cursor."""
     row: int = 0
@@ -41,7 +40,6 @@ class ExtractionState:
     runs: tuple[SubDatasetRecord, ...] = ()
     """Runs of counted keys on disk."""
     is_counted: bool = False
-    """True after counting."""
     version: int = 2
     """Version of the rules that make keys of data (``Manifest.version``); a state without it has version 2."""
     names: tuple[str, ...] | None = None

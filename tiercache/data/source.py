@@ -88,7 +88,6 @@ class Source:
         self._used_as = uses_by_column(self._uses)
         self._columns = tuple(dict.fromkeys(use.column for use in self._uses))
         self.total_bytes = sum(file.size for file in self.files)
-        """Bytes of all files."""
         self.done_bytes = self._done_before = 0
         """Approximate bytes of ``total_bytes`` that were read up to the last batch."""
         self.decoding_bytes = 0

@@ -57,7 +57,6 @@ class EncodedBatch:
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
     """(n,) each: several labels and kept columns in their own dtype, by name."""
     block: SampleBlock | None = None
-    """The block, if it was read from a sub-dataset."""
 
     @property
     def num_samples(self) -> int:
@@ -94,17 +93,16 @@ class SubDataset:
 
     def __init__(self, directory: Path, index: int, record: SubDatasetRecord, layout: SampleLayout) -> None:
         self.index = index
-        """Its position in the dataset."""
         self.samples = record.samples
-        """The number of samples."""
         self.digest = record.digest
         """Hexadecimal digest of all its content."""
         self.path = directory / file_name(index)
         self._record, self._layout = record, layout
         self.schema = layout.schema
-        """The schema of its dataset."""
         self._arrays = layout.file(record.samples, record.rows, record.values, record.recorded)
         self._opened: ArrayFile | None = None
+        self.is_recorded, self.has_samples = record.recorded is not None, record.values is not None
+        """True if its keys were recorded from the batches of a loader; True unless it has a key set alone."""
 
     @property
     def whole(self) -> SubDataset:
@@ -115,18 +113,13 @@ class SubDataset:
         """Return the range of local ids of a table: all of them."""
         return slice(0, self.rows(table))
 
-    @property
-    def has_samples(self) -> bool:
-        """True unless it has a key set alone; opens nothing."""
-        return self._record.values is not None
-
     def num_bytes(self) -> int:
         """Return the bytes of its file."""
         return self._arrays.num_bytes
 
     def check_samples(self) -> None:
         """Raise DatasetError if it has no samples, or its file cannot be opened."""
-        if self._record.recorded is not None:
+        if self.is_recorded:
             raise DatasetError(
                 f"sub-dataset {self.index} of {self.path.parent} has the key set of a loader, whose samples are in "
                 "your own dataset: take its batches from p.loader(dataset)"
@@ -149,11 +142,6 @@ class SubDataset:
     def counts(self, table: str) -> NDArray[np.int64]:
         """Return the number of occurrences of each of ``keys(table)``: mapped, read-only."""
         return self.key_set.counts(table)
-
-    @property
-    def is_recorded(self) -> bool:
-        """True if its keys were recorded from the batches of a loader; opens nothing."""
-        return self._record.recorded is not None
 
     @cached_property
     def recorded(self) -> RecordedBatches:
@@ -348,7 +336,6 @@ class BlockIds(Mapping[str, FeatureIds]):
     def __init__(self, block: SampleBlock, offsets: _Lists) -> None:
         self._block, self._offsets, self._made = block, offsets, dict[str, FeatureIds]()
         self.weighted: Collection[str] = block.layout.weights
-        """The features with weights."""
 
     def __getitem__(self, name: str) -> FeatureIds:
         made = self._made.get(name)

@@ -109,13 +109,11 @@ class HostBudget:
     staged_page: int
     """Maximum bytes of a page that is read: pages of a store that was reorganized elsewhere may be larger."""
     evaluation_given: bool = False
-    """True if the user gave ``eval_budget``."""
     planning: int = 0
     """Records of ranges, pages and passes in planner and store, and the slots and orders of rows."""
     seeded: bool = False
     """True if each epoch has its own order, so that uses are found while other passes train."""
     pinned: bool = False
-    """True if host memory is pinned for a GPU."""
 
     @classmethod
     def plan(

@@ -55,7 +55,6 @@ class Workload(NamedTuple):
     samples: int
     """Samples of an epoch."""
     dense: int
-    """Dense features of a sample."""
 
 
 class Cut(NamedTuple):

@@ -123,7 +123,6 @@ class TrainingPlan(_Part):
 
     version: Literal[1] = 1
     dataset: str
-    """The digest of the dataset."""
     optimize: Literal["speed", "memory"]
     order: tuple[int, ...] | None = Field(default=None, strict=False)
     """None: the sub-datasets' own order."""

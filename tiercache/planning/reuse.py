@@ -108,7 +108,6 @@ class TableReuse:
     """One table over all passes."""
 
     keys: int
-    """Unique keys."""
     occurrences: int
     """Occurrences of all keys in all samples; 0 if counts were not read."""
     top_share: float
@@ -126,7 +125,6 @@ class Reuse:
     schedule: Schedule
     positions: RowOffsets
     counts: ReuseCounts
-    """Counts of every pass, for planning."""
     tables: tuple[TableReuse, ...]
     kept_PT: Int64s
     """Rows of each sub-dataset and table that the previous pass also has."""
