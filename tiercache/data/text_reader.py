@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,16 +72,16 @@ class TextReader(FileReader):
     def __init__(self, file: InputFile, schema: Schema, uses: Sequence[ColumnUse]) -> None:
         self._file, self._csv, self._uses = file, schema.csv, uses
         self._is_criteo = file.format == "criteo"
-        self._has_header = self._csv.header and not self._is_criteo
-        self._first_row = 2 if self._has_header else 1  # Arrow's number of row 0
+        if self._is_criteo:
+            self._csv = replace(self._csv, header=False, delimiter=file.delimiter, quote="", null_words=("",))
+        self._first_row = 2 if self._csv.header else 1  # Arrow's number of row 0
         names = CRITEO_COLUMNS if self._is_criteo else schema.source.columns
-        self._names = None if self._has_header else list(names) or None
-        self._delimiter = file.delimiter if self._is_criteo else self._csv.delimiter or file.delimiter
+        self._names = None if self._csv.header else list(names) or None
+        self._delimiter = self._csv.delimiter or file.delimiter
         self._parsed_delimiter = self._delimiter if len(self._delimiter) == 1 else UNIT_SEPARATOR.decode()
         default = "" if self._delimiter == "\t" else '"'
-        self._quote = "" if self._is_criteo else default if self._csv.quote is None else self._csv.quote
+        self._quote = default if self._csv.quote is None else self._csv.quote
         self._check_format()
-        self._null_words = ("",) if self._is_criteo else self._csv.null_words
         self._hex = {f.columns[0] for f in schema.features if f.key == "hex"}
         self._bad, self._padding = list[_BadRow](), list[_BadRow]()
         self._kinds = dict[str, Any]()  # the types of columns, and of the elements of lists
@@ -183,7 +184,7 @@ class TextReader(FileReader):
     def _read(self, columns: Sequence[str], types: dict[str, Any], kinds: dict[str, Any], skip: int) -> Iterator[Piece]:
         convert = pacsv.ConvertOptions(
             include_columns=list(columns), column_types=types, strings_can_be_null=True,
-            quoted_strings_can_be_null=False, null_values=list(self._null_words),
+            quoted_strings_can_be_null=False, null_values=list(self._csv.null_words),
         )  # fmt: skip
         self._bad, self.skipped, self.padded = [], 0, 0
         good = 0
@@ -342,7 +343,7 @@ class TextReader(FileReader):
         try:
             if name in self._lists:
                 lengths, values = split(
-                    column, str(self._csv.list_separator), self._null_words, numbers=kind in _NUMBERS
+                    column, str(self._csv.list_separator), self._csv.null_words, numbers=kind in _NUMBERS
                 )
                 owners = rows.repeat(lengths)
                 values = self._numbers(values, kind)
@@ -351,7 +352,7 @@ class TextReader(FileReader):
                 nulls = column.is_null() if column.null_count else None
                 converted = pa.ListArray.from_arrays(pa.array(offsets), values, mask=nulls)
             elif name in self._hex:
-                converted = without_nulls(column, self._null_words)
+                converted = without_nulls(column, self._csv.null_words)
             elif read_as == pa.string() and kind in _NUMBERS:
                 converted = self._numbers(column, kind)
             else:
@@ -367,8 +368,8 @@ class TextReader(FileReader):
 
     def _numbers(self, texts: Any, kind: Any) -> Any:
         if kind == pa.int64():
-            return integers(texts, self._null_words)
-        return reals(texts, self._null_words) if kind in _NUMBERS else texts
+            return integers(texts, self._csv.null_words)
+        return reals(texts, self._csv.null_words) if kind in _NUMBERS else texts
 
     def _failed_column(self, error: Exception) -> str | None:
         match = re.search(r"In CSV column #(\d+): ?", str(error))
@@ -396,7 +397,7 @@ class TextReader(FileReader):
                 block_size=self._block_bytes,
                 use_threads=False,
                 column_names=names,
-                autogenerate_column_names=not self._has_header and names is None,
+                autogenerate_column_names=not self._csv.header and names is None,
             ),
             parse_options=pacsv.ParseOptions(
                 delimiter=self._parsed_delimiter,
