@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,10 @@ from tests.data.cases import (
 )
 from tests.files import files_of
 from tiercache.data.extract import extract
+from tiercache.data.extraction_resources import Workers
+from tiercache.data.open_pass import OpenPass
 from tiercache.data.pass_builder import RowBudget
+from tiercache.data.sample_layout import SampleLayout
 from tiercache.errors import BudgetError, ExtractionError, SourceError, TierCacheError
 
 if TYPE_CHECKING:
@@ -457,3 +461,16 @@ def test_key_sets_alone_are_those_of_the_dataset(tmp_path: Path) -> None:
         for spec in whole.tables:
             assert one.keys(spec.name).tolist() == other.keys(spec.name).tolist()
             assert one.counts(spec.name).tolist() == other.counts(spec.name).tolist()
+
+
+def test_a_truncated_scratch_file_ends_the_extraction(tmp_path: Path) -> None:
+    """A read past its end returns nothing, so waiting for the rest would not end."""
+    batch = key_batch(plain_schema(), {"a": np.arange(9), "y": np.zeros(9)}, 0, 9)
+    with closing(Workers(1)) as workers:
+        one = OpenPass(SampleLayout(plain_schema()), tmp_path / "scratch", workers, expected=[0], with_samples=True)
+        one.append(batch, one.number([batch])[0])
+        assert [one.read(part).size for part in one.batches[0]] == [9, 9]
+        os.truncate(tmp_path / "scratch", 4)
+        with pytest.raises(ExtractionError, match="scratch was truncated while it was in use: run the same again"):
+            one.read(one.batches[0][0])
+        one.discard()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -13,9 +12,10 @@ import numpy as np
 
 from tiercache.data.array_file import ArrayFileWriter, bytes_of
 from tiercache.data.manifest import SubDatasetRecord, file_name
+from tiercache.errors import ExtractionError
 from tiercache.kernels.cpu.samples import permute, permute_columns
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
-from tiercache.store.files import sync, write_cached
+from tiercache.store.files import read_cached, sync, write_cached
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,11 +110,10 @@ class OpenPass:
         self.batches.append(arrays)
 
     def read(self, array: ScratchArray) -> NDArray[Any]:
-        """Return a part of an array from the scratch file, flat. Any thread may call it."""
+        """Return a part of an array from the scratch file, flat. Any thread may call it. Raises ExtractionError."""
         out = np.empty(array.size, array.dtype)
-        view, done = bytes_of(out), 0
-        while done < len(view):
-            done += os.preadv(self._file.fileno(), [view[done:]], array.offset + done)
+        if read_cached(self._file.fileno(), bytes_of(out), array.offset) < out.nbytes:
+            raise ExtractionError(f"{self.path} was truncated while it was in use: run the same again")
         return out
 
     def numbering_bytes(self, batches: Sequence[RawBatch]) -> int:
