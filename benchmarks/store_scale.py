@@ -161,16 +161,17 @@ class MadeUpEngine(MemoryEngine):
         """Return the keys of rows [low, high)."""
         return keys_of(self.hashes(low, high), LARGE.table_id)
 
-    def _read(self, request: ReadRequest) -> None:
+    def read(self, *requests: ReadRequest) -> None:
         """Fill with stored bytes, or with generated ones."""
-        kind = request.blob.name.rsplit("/", 1)[1]
-        if kind == "rows":
-            request.out[:] = 0
-        elif kind == "keys":
-            first = request.offset // 8
-            request.out[:] = self.keys(first, first + request.out.size // 8).view(np.uint8)
-        else:
-            super()._read(request)
+        for request in requests:
+            kind = request.blob.name.rsplit("/", 1)[1]
+            if kind == "rows":
+                request.out[:] = 0
+            elif kind == "keys":
+                first = request.offset // 8
+                request.out[:] = self.keys(first, first + request.out.size // 8).view(np.uint8)
+            else:
+                super().read(request)
 
 
 def made_up_store(rows: int) -> Store:
