@@ -19,9 +19,14 @@ import torch
 
 from tiercache.errors import StateError
 from tiercache.train.arrivals import Arrival, State
-from tiercache.train.parameter_hooks import check_hooks, watch_hooks
-from tiercache.train.parameter_writes import ParameterWrites, SeenGradient, num_ranks
-from tiercache.train.stepped_gradient import SteppedGradient
+from tiercache.train.parameter_writes import (
+    ParameterWrites,
+    SeenGradient,
+    SteppedGradient,
+    check_hooks,
+    num_ranks,
+    watch_hooks,
+)
 from tiercache.values.torch_internals import after_backward, current_backward
 
 if TYPE_CHECKING:
@@ -225,7 +230,7 @@ class Anchor:
             written = grad
         if self.arrived and (grad is None or (written is not None and float(written) == 0.0)):
             self._drop([one for one in self.arrived if one.is_accumulated])
-            self.stepped.drop()
+            self.stepped.end_step(None)
             self._lookups = 0
         return written
 
@@ -349,7 +354,7 @@ class Anchor:
         if (module := self._module()) is not None:
             self.writes.drop(module.anchor, module.num_resets, pending=bool(self.arrived))
         self._drop(self.arrived)
-        self.stepped.drop()
+        self.stepped.end_step(None)
         self.expired, self._lookups = "", 0
 
     def end_stepped(self) -> None:

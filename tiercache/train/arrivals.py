@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tiercache.values.torch_internals import unscale, without_subclasses
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from tiercache.train.anchors import Anchor
 
@@ -113,6 +115,37 @@ class Arrival:
         for one in self._placeholders or ():
             if one is not None:
                 one.grad = None
+
+
+class SplitGradient(torch.Tensor):
+    """An empty gradient in whose presence DTensors, as in FSDP, and other gradients are unscaled in separate calls.
+
+    A GradScaler unscales all gradients of a dtype in one call, and torch refuses both kinds in one.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``func`` once, or for unscaling once for each kind."""
+        with without_subclasses():
+            if func is not unscale:
+                return func(*args, **(kwargs or {}))
+            gradients, *others = args
+            for is_sharded in (False, True):
+                if some := [one for one in gradients if hasattr(one, "to_local") == is_sharded]:
+                    func(some, *others)
+            return None
+
+
+def splitting(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a leaf with a `SplitGradient` for each device and dtype of ``leaves``."""
+    made = []
+    for device, dtype in {(one.device, one.dtype) for one in leaves}:
+        leaf = torch.zeros(0, device=device, dtype=dtype, requires_grad=True)
+        leaf.grad = torch.zeros(0, device=device, dtype=dtype).as_subclass(SplitGradient)
+        made.append(leaf)
+    return made
 
 
 def _sum_of(gradient: torch.Tensor | None) -> float | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from tiercache.store.bits import mix
 from tiercache.store.records import integer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Generator, Mapping
 
     from numpy.typing import NDArray
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tiercache.values.batch import Batch, BatchRequest
 
 
+T = TypeVar("T")
 Order = Callable[[int, int], "NDArray[np.int64]"]
 """Returns the samples at positions [first, last), without computing others."""
 
@@ -114,6 +115,38 @@ def num_batches(num_samples: int, size: int) -> int:
     """Return the number of batches of ``size`` samples, the last of which may be smaller. Raises ValueError."""
     size = check_size(size)
     return -(-num_samples // size)
+
+
+class SizedIterator(Iterator[T]):
+    """A generator with a length: the number of items that it yields in all, unless its loop ends early.
+
+    Before it begins, the length is what an iteration starting now would yield; then it no longer changes. ``iter``
+    returns the generator itself, so that a ``for`` loop pays nothing for the length.
+    """
+
+    def __init__(self, items: Generator[T, None, None], count: Callable[[], int]) -> None:
+        """count: returns the number of items that an iteration from now would yield."""
+        self._items, self._count = items, count
+        self._total: int | None = None
+
+    def __iter__(self) -> Generator[T, None, None]:
+        self._begin()
+        return self._items
+
+    def __next__(self) -> T:
+        self._begin()
+        return next(self._items)
+
+    def __len__(self) -> int:
+        return self._count() if self._total is None else self._total
+
+    def close(self) -> None:
+        """End the iteration, as ``break`` does."""
+        self._items.close()
+
+    def _begin(self) -> None:
+        if self._total is None:
+            self._total = self._count()
 
 
 class BatchPipeline:

@@ -15,6 +15,7 @@ from tiercache.planning.matching import check_features
 from tiercache.reporting.report import write_json_lines, write_scalars
 from tiercache.store.files import local_path
 from tiercache.store.locks import warn_unclosed
+from tiercache.train.batches import SizedIterator
 from tiercache.train.cache_facts import CacheFacts
 from tiercache.train.cache_parts import CacheParts
 from tiercache.train.converted_weights import bounds_of, check_keys_within, refuse_weights
@@ -25,7 +26,6 @@ from tiercache.train.missing_rows import CommittedRows
 from tiercache.train.options import TierCacheOptions, refuse_moved
 from tiercache.train.plain_keys import PlainKeys
 from tiercache.train.rank_rows import RankRows
-from tiercache.train.sized import SizedIterator
 from tiercache.train.table_module import check_modules, table_modules
 from tiercache.train.training_batches import TrainingBatches
 

@@ -18,7 +18,7 @@ from tiercache.train.row_optimizer import RowOptimizer
 from tiercache.train.table_module import anchor_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.rows.backends.base import Backend
@@ -136,6 +136,23 @@ def _is_finite(parameter: torch.Tensor) -> torch.Tensor:
     local = local.to_local() if hasattr(local, "to_local") else local
     largest: torch.Tensor = torch.linalg.vector_norm(local, ord=math.inf) if local.numel() else local.sum()
     return largest.isfinite()
+
+
+def check_clipping(objects: Iterable[object]) -> None:
+    """Raise StateError if Lightning's trainer clips gradients of a registered module by its own rule.
+
+    It would take the norm of the gradients of outputs, in which a row that is looked up twice counts twice.
+    """
+    for one in objects:
+        hook = getattr(type(one), "configure_gradient_clipping", None)
+        max_norm = getattr(getattr(one, "_trainer", None), "gradient_clip_val", None)
+        owner = str(getattr(hook, "__module__", "")).split(".")[0]
+        if max_norm and owner in {"lightning", "pytorch_lightning"}:
+            raise StateError(
+                f"the trainer of {type(one).__name__} has gradient_clip_val={max_norm}, which does not add up the "
+                "gradients of a row: define configure_gradient_clipping(self, optimizer, gradient_clip_val, "
+                "gradient_clip_algorithm) in the module and call cache.clip_grad_norm_(gradient_clip_val) there"
+            )
 
 
 class CommitState:

@@ -1,11 +1,12 @@
-"""Writes of anchors and their gradients: a loop that changes parameters by hand misses the rows."""
+"""Writes of anchors and their gradients, by the loop or its hooks: such changes miss the rows."""
 
 from __future__ import annotations
 
 import math
 import warnings
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -153,6 +154,69 @@ class ParameterWrites:
             f"minimization, but the rows of {self._tables} cannot be: leave out the parameters of the modules that "
             f"look up rows, or change parameters in the optimizer{_OR_STEPPED}"
         )
+
+
+class SteppedGradient:
+    """Tells if a loop steps gradients again that it did not zero: torch applies them again, rows do not."""
+
+    def __init__(self, value_of: Callable[[torch.Tensor], float | None]) -> None:
+        """value_of: returns None if reading it would wait."""
+        self._value_of = value_of
+        self._seen: SeenGradient | None = None  # the gradient that was stepped last, until a backward adds to it
+        self._is_added_to = False  # True once a backward has added to a gradient that was stepped
+
+    def end_step(self, grad: torch.Tensor | None) -> None:
+        """Record a gradient that was stepped; None: it was zeroed."""
+        self._seen = None if grad is None else SeenGradient.of(grad, self._value_of(grad))
+        self._is_added_to = False
+
+    def begin_backward(self, grad: torch.Tensor | None) -> None:
+        """Record that a backward adds to the gradient."""
+        self._is_added_to = grad is not None and (self._is_added_to or self._is_still(grad))
+        self._seen = None
+
+    def is_repeated(self, grad: torch.Tensor | None, *, has_new: bool) -> bool:
+        """Return True if a step would apply a gradient again. has_new: True if there are others to step."""
+        return self._is_added_to if has_new else grad is not None and self._is_still(grad)
+
+    def _is_still(self, grad: torch.Tensor) -> bool:
+        value = self._value_of(grad)
+        return self._seen is not None and value != 0.0 and not self._seen.differs(grad, value)
+
+
+def watch_hooks(parameter: torch.Tensor, changed: Callable[[], None]) -> None:
+    """Make hooks on a parameter's gradient call ``changed`` if they return another gradient, except zeros.
+
+    A hook that bounds gradients leaves the anchor's tiny one as it is.
+    """
+    hooks: Any = parameter._backward_hooks
+    for number, hook in (hooks or {}).items():
+        own = hook.args[0] if getattr(hook, "func", None) is _watched else hook
+        hooks[number] = partial(_watched, own, changed)
+
+
+def _watched(hook: Callable[[torch.Tensor], Any], changed: Callable[[], None], gradient: torch.Tensor) -> Any:
+    """Call a hook; waits for a GPU if it returns another tensor."""
+    found = hook(gradient)
+    if found is not None and found is not gradient and bool((found != 0).any()):
+        changed()
+    return found
+
+
+def check_hooks(parameter: torch.Tensor, module: str, tables: str) -> None:
+    """Raise StateError if the loop registered hooks that run once a gradient is accumulated.
+
+    module: whose functions are ours; torch's own belong to its wrappers of models.
+    """
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    for hook in (hooks or {}).values():
+        source = str(getattr(getattr(hook, "func", hook), "__module__", ""))
+        if source != module and not source.startswith("torch."):
+            raise StateError(
+                f"a hook of register_post_accumulate_grad_hook is on the parameter of the module that looks up "
+                f"{tables}, but it cannot change or step the rows: register it on the parameters of other modules, "
+                "and on rows use cache.clip_grad_norm_(max_norm), or hooks on the outputs of lookups"
+            )
 
 
 def num_ranks() -> int:

@@ -18,12 +18,11 @@ from tiercache.reporting.progress import TrainingProgress
 from tiercache.rows.threads import share_threads
 from tiercache.store.opening import check_pin
 from tiercache.train.batches import check_epochs, num_batches
-from tiercache.train.commit_state import FiniteCheck
+from tiercache.train.commit_state import FiniteCheck, check_clipping
 from tiercache.train.joint_optimizer import ScheduleCheck
 from tiercache.train.passes import Pass
 from tiercache.train.row_view import RowView
 from tiercache.train.settings_check import check_same_settings
-from tiercache.train.trainers import check_clipping
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

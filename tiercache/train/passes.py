@@ -11,6 +11,7 @@ import torch
 
 from tiercache.errors import StateError
 from tiercache.train.batches import (  # fmt: skip
+    SizedIterator,
     check_exchange_schedule,
     checked_order,
     cut_batches,
@@ -22,7 +23,6 @@ from tiercache.train.batches import (  # fmt: skip
 from tiercache.train.pass_ledger import PassLedger, ended_by_evaluation
 from tiercache.train.pass_loader import PassLoaders
 from tiercache.train.raw_samples import samples_of
-from tiercache.train.sized import SizedIterator
 from tiercache.values.batch import BatchRequest
 
 if TYPE_CHECKING:

@@ -16,11 +16,10 @@ from tiercache.errors import StateError
 from tiercache.rows.backends.optimizer_step import OptimizerStep
 from tiercache.rows.backends.saved_gradients import of_tables
 from tiercache.train.anchors import Anchors
-from tiercache.train.arrivals import State
+from tiercache.train.arrivals import State, splitting
 from tiercache.train.row_gradients import RowGradients
 from tiercache.train.row_writes import RowHooks
 from tiercache.train.settings_check import SettingsCheck
-from tiercache.train.split_gradient import splitting
 from tiercache.train.torch_optimizers import SETTINGS
 
 if TYPE_CHECKING:
