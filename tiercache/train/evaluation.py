@@ -135,9 +135,6 @@ class EvaluationBatches:
         return sum(num_batches(one.samples, self._size) for one in self._passes.passes)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._iterate()
-
-    def _iterate(self) -> Iterator[Batch]:
         if not self._cache.is_restored:
             self._cache.restore()
         for part in self._cache.evaluate(self._passes, batch_size=self._size):

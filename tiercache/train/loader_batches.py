@@ -36,17 +36,11 @@ class Sampling(NamedTuple):
 
 
 class BatchIndices(list[int]):
-    """The indices of a batch's samples."""
+    """The indices of a batch's samples, and the seed of its random numbers."""
 
-    seed = 0
-    """The seed of the batch's random numbers."""
-
-    @classmethod
-    def of(cls, indices: Iterable[int], seed: int) -> BatchIndices:
-        """Return indices with a seed."""
-        made = cls(indices)
-        made.seed = seed
-        return made
+    def __init__(self, indices: Iterable[int], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
 
 
 class SeededDataset:

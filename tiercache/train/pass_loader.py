@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Sampler, default_collate, default_convert
@@ -14,7 +13,6 @@ from tiercache.errors import DatasetError, StateError
 from tiercache.train.batches import check_size, cut_batches, sample_order
 from tiercache.train.loaded_batches import LoadedBatch, LoadedBatches
 from tiercache.train.loader_batches import BatchIndices, SeededDataset, as_is, made_batches, own_generator
-from tiercache.train.negatives import NegativeSampler
 from tiercache.train.random_numbers import mixed
 
 if TYPE_CHECKING:
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.sub_dataset import RecordedBatches
-    from tiercache.train.negatives import Negatives
     from tiercache.train.passes import Pass
 
 _OURS = {
@@ -142,7 +139,7 @@ class PassLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """Yield the batches from the pass's position; the pass counts each when it is handed out."""
-        loaded = self._pass.loaders.loaded
+        loaded = self._pass.loaded
         assert loaded is not None
         for batch in super().__iter__():
             if self._pass.is_closed:
@@ -169,9 +166,10 @@ class _Batches:
         for batch in self._plan.batches():
             self.pending.append(batch)
             assert batch.places is not None
-            begin, end = _own_part(taken, batch.places.size)
+            rank, ranks, n = taken.ranks.rank, taken.ranks.size, batch.places.size
+            begin, end = n * rank // ranks, n * (rank + 1) // ranks
             indices = recorded.indices(batch.places[begin:end]).tolist()
-            yield BatchIndices.of(indices, mixed(taken.seed, taken.epoch, taken.sub_dataset, batch.first + begin))
+            yield BatchIndices(indices, mixed(taken.seed, taken.epoch, taken.sub_dataset, batch.first + begin))
 
 
 class MadeLoader:
@@ -187,11 +185,8 @@ class MadeLoader:
         return len(self._plan)
 
     def __iter__(self) -> Iterator[Any]:
-        recording, planned, loaded = (
-            self._pass.source.whole.recorded.recording,
-            [*self._plan.batches()],
-            self._pass.loaders.loaded,
-        )
+        recording, planned = self._pass.source.whole.recorded.recording, [*self._plan.batches()]
+        loaded = self._pass.loaded
         assert loaded is not None
         if not planned:
             loaded.exhaust()
@@ -234,103 +229,53 @@ class PassSampler(Sampler[int]):
         taken.ledger.close_loader()
 
 
-def _own_part(taken: Pass, count: int) -> tuple[int, int]:
-    """Return the begin and the end of this rank's samples in a batch of ``count``."""
-    rank, size = taken.ranks.rank, taken.ranks.size
-    return count * rank // size, count * (rank + 1) // size
+def loader_of(
+    taken: Pass, dataset: Any, batch_size: int | None, *, shuffle: bool, check_keys: bool, arguments: dict[str, Any]
+) -> PassLoader | MadeLoader:
+    """Return a loader; see `Pass.loader`."""
+    taken.rows.check_open()
+    if taken.is_sampled:
+        raise StateError(f"pass {taken.index} already uses p.sampler(): use one of the two in a pass")
+    recorded = taken.source.whole.recorded
+    made = _loader_of(taken, dataset, batch_size, recorded, shuffle=shuffle, arguments=arguments)
+    taken.loaded = taken.loaded or LoadedBatches(taken, recorded, taken.loaded_before)
+    taken.loaded.checked = check_keys and taken.ranks.size == 1
+    return made
 
 
-class PassLoaders:
-    """Makes the loaders of one pass; see `Pass.loader`, `Pass.sampler` and `Pass.sample`."""
-
-    def __init__(self, taken: Pass) -> None:
-        self._taken = weakref.ref(taken)  # an unreferenced pass frees its rows at once
-        self.loaded: LoadedBatches | None = None
-        """The batches of ``loader``, if it was called."""
-        self.previous: LoadedBatches | None = None
-        """The batches of the previous pass, if it was not trained to its end when the loop requested this one."""
-        self.is_sampled = False
-        """True if ``sampler`` was called."""
-        self._negatives: NegativeSampler | None = None
-
-    @property
-    def _pass(self) -> Pass:
-        found = self._taken()
-        assert found is not None, "the loaders of a pass that is gone"
-        return found
-
-    @property
-    def has_more(self) -> bool:
-        """True if a lookup made now belongs to a batch of this pass, and not of the next one."""
-        return self.loaded is not None and self.loaded.has_more
-
-    @property
-    def batch_looked_up(self) -> LoadedBatch | None:
-        """The batch of a lookup made now; None without a loader."""
-        return None if self.loaded is None else self.loaded.current
-
-    def loader(
-        self, dataset: Any, batch_size: int | None, *, shuffle: bool, check_keys: bool, arguments: dict[str, Any]
-    ) -> PassLoader | MadeLoader:
-        """Return a loader."""
-        taken, ranks = self._pass, self._pass.ranks
-        taken.rows.check_open()
-        if self.is_sampled:
-            raise StateError(f"pass {taken.index} already uses p.sampler(): use one of the two in a pass")
-        recorded = taken.source.whole.recorded
-        made = self._made(dataset, batch_size, recorded, shuffle=shuffle, arguments=arguments)
-        self.loaded = self.loaded or LoadedBatches(taken, recorded, self.previous)
-        self.loaded.checked = check_keys and ranks.size == 1
-        return made
-
-    def _made(
-        self,
-        dataset: Any,
-        batch_size: int | None,
-        recorded: RecordedBatches,
-        *,
-        shuffle: bool,
-        arguments: dict[str, Any],
-    ) -> PassLoader | MadeLoader:
-        taken, ranks = self._pass, self._pass.ranks
-        plan = LoaderPlan(taken, batch_size, shuffle=shuffle)
-        if recorded.recording.dataset_length is not None:
-            if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__getitems__"):
-                raise TypeError(
-                    f"p.loader got a {type(dataset).__name__}: pass the dataset of the loader whose key sets "
-                    "were recorded"
-                )
-            if ranks.size > 1:
-                plan.check_ranks(ranks.size)
-            return PassLoader(taken, dataset, plan, arguments)
-        if not callable(dataset) or batch_size is not None or shuffle or arguments:
+def _loader_of(
+    taken: Pass, dataset: Any, batch_size: int | None, recorded: RecordedBatches, *, shuffle: bool,
+    arguments: dict[str, Any],
+) -> PassLoader | MadeLoader:  # fmt: skip
+    ranks, plan = taken.ranks, LoaderPlan(taken, batch_size, shuffle=shuffle)
+    if recorded.recording.dataset_length is not None:
+        if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__getitems__"):
             raise TypeError(
-                "key sets were recorded from a function that makes batches: pass only that function to p.loader, whose "
-                "batches are trained as they are, in their order"
+                f"p.loader got a {type(dataset).__name__}: pass the dataset of the loader whose key sets were recorded"
             )
         if ranks.size > 1:
-            raise ValueError("batches of a function cannot be divided over ranks: record a DataLoader of a dataset")
-        return MadeLoader(taken, dataset, plan)
+            plan.check_ranks(ranks.size)
+        return PassLoader(taken, dataset, plan, arguments)
+    if not callable(dataset) or batch_size is not None or shuffle or arguments:
+        raise TypeError(
+            "key sets were recorded from a function that makes batches: pass only that function to p.loader, whose "
+            "batches are trained as they are, in their order"
+        )
+    if ranks.size > 1:
+        raise ValueError("batches of a function cannot be divided over ranks: record a DataLoader of a dataset")
+    return MadeLoader(taken, dataset, plan)
 
-    def sampler(self, *, shuffle: bool) -> PassSampler:
-        """Return a sampler."""
-        taken = self._pass
-        taken.rows.check_open()
-        if taken.ranks.size > 1:
-            raise ValueError("p.sampler() does not divide samples over ranks: use p.loader(dataset, batch_size)")
-        if taken.source.whole.recorded.recording.dataset_length is None:
-            raise ValueError("the samples of a function that makes batches have no indices: use p.loader(function)")
-        if taken.samples_done or self.loaded is not None:
-            raise StateError(
-                f"pass {taken.index} has begun with p.loader(): continue with it, because p.sampler() counts nothing"
-            )
-        self.is_sampled = True
-        return PassSampler(taken, shuffle=shuffle)
 
-    def sample(self, table: str, num_keys: int, by: Literal["uniform", "count"]) -> Negatives:
-        """Return negatives."""
-        taken = self._pass
-        taken.rows.check_open()
-        if self._negatives is None:
-            self._negatives = NegativeSampler(taken.source.whole, taken.seed, taken.index)
-        return self._negatives.draw(table, num_keys, by, taken.samples_done, taken.rows.backend.device)
+def sampler_of(taken: Pass, *, shuffle: bool) -> PassSampler:
+    """Return a sampler; see `Pass.sampler`."""
+    taken.rows.check_open()
+    if taken.ranks.size > 1:
+        raise ValueError("p.sampler() does not divide samples over ranks: use p.loader(dataset, batch_size)")
+    if taken.source.whole.recorded.recording.dataset_length is None:
+        raise ValueError("the samples of a function that makes batches have no indices: use p.loader(function)")
+    if taken.samples_done or taken.loaded is not None:
+        raise StateError(
+            f"pass {taken.index} has begun with p.loader(): continue with it, because p.sampler() counts nothing"
+        )
+    taken.is_sampled = True
+    return PassSampler(taken, shuffle=shuffle)

@@ -142,7 +142,7 @@ class PassLoop:
                     self._is_over = is_last
                     if not is_last:
                         current = self._next = self._make(index + 1)
-                        current.loaders.previous = None if self.current is None else self.current.loaders.loaded
+                        current.loaded_before = None if self.current is None else self.current.loaded
         finally:
             progress.stop()
             # A dropped loop may be collected on the reader, which must not wait for itself: the next call ends it.
@@ -206,7 +206,7 @@ class PassLoop:
         if self._is_over and current.is_trained and not current.ledger.is_stopped:
             self.finish()
             return
-        if current.loaders.is_sampled:
+        if current.is_sampled:
             raise StateError(
                 f"commit() was called in pass {current.index}, whose samples come from p.sampler(), which does not "
                 "count trained samples: take batches from p.loader(dataset), or commit when the pass ends"
@@ -293,7 +293,7 @@ class PassLoop:
     @property
     def newest(self) -> Pass | None:
         """The pass that was yielded last, while the loop runs; or the previous one, if its loader's batches are due."""
-        if self.current is not None and self.current.loaders.has_more:
+        if self.current is not None and self.current.loaded is not None and self.current.loaded.has_more:
             return self.current
         return self._next or self.current
 
@@ -398,8 +398,8 @@ class PassLoop:
         self._prepare_commit(f"{name} {self._exchange.ended_unstepped}", scope=name)
         with self._ranks.raise_on_all(_SWITCHING):
             current.ledger.check_trained()
-            if current.loaders.loaded is not None:
-                current.loaders.loaded.check()
+            if current.loaded is not None:
+                current.loaded.check()
             self._schedule_check.check()
             report = self.reports[-1]
             with report.timing("commit"):

@@ -20,8 +20,9 @@ from tiercache.train.batches import (  # fmt: skip
     num_batches,
     sample_order,
 )
+from tiercache.train.negatives import NegativeSampler
 from tiercache.train.pass_ledger import PassLedger, ended_by_evaluation
-from tiercache.train.pass_loader import PassLoaders
+from tiercache.train.pass_loader import loader_of, sampler_of
 from tiercache.train.raw_samples import samples_of
 from tiercache.values.batch import BatchRequest
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from tiercache.data.dataset import SubDatasetView
     from tiercache.train.batches import BatchPipeline, BatchQueue
+    from tiercache.train.loaded_batches import LoadedBatches
     from tiercache.train.negatives import Negatives
     from tiercache.train.pass_loader import MadeLoader, PassLoader, PassSampler
     from tiercache.train.raw_keys import RawKeys
@@ -85,8 +87,13 @@ class Pass:
         """The sub-dataset, with its samples and the keys that this rank trains."""
         self.seed = seed
         """The seed of the cache."""
-        self.loaders = PassLoaders(self)
-        """Loaders of the user's own dataset."""
+        self.loaded: LoadedBatches | None = None
+        """The batches of ``loader``, if it was called."""
+        self.loaded_before: LoadedBatches | None = None
+        """Those of the previous pass, if it was not trained to its end when the loop requested this one."""
+        self.is_sampled = False
+        """True if ``sampler`` was called."""
+        self._negatives: NegativeSampler | None = None
         self._raw, self._exchange, self._pipeline = raw, raw.exchange, pipeline
         self.ranks = raw.exchange.ranks
         """The ranks that train it."""
@@ -432,7 +439,7 @@ class Pass:
             StateError: the pass has another order, or all its batches were taken.
             ValueError, TypeError: an argument is refused.
         """
-        return self.loaders.loader(dataset, batch_size, shuffle=shuffle, check_keys=check_keys, arguments=arguments)
+        return loader_of(self, dataset, batch_size, shuffle=shuffle, check_keys=check_keys, arguments=arguments)
 
     def sampler(self, *, shuffle: bool = False) -> PassSampler:
         """Return a sampler of the samples of this pass for your own DataLoader.
@@ -440,7 +447,7 @@ class Pass:
         Its batches are not counted, so the pass cannot be committed before its end. Raises StateError in a pass that
         resumed inside or has a ``loader``, ValueError with several ranks.
         """
-        return self.loaders.sampler(shuffle=shuffle)
+        return sampler_of(self, shuffle=shuffle)
 
     def sample(self, table: str, n: int, *, by: Literal["uniform", "count"] = "uniform") -> Negatives:
         """Draw ``n`` keys, with replacement, from the keys of a table in this pass: negatives that it trains.
@@ -450,7 +457,9 @@ class Pass:
         rows. The draw follows from the seed of the cache, the pass, the samples taken so far and the draws since: the
         same on all ranks, and in a resumed run. Raises ValueError for an unknown table, or one without keys.
         """
-        return self.loaders.sample(table, n, by)
+        self.rows.check_open()
+        self._negatives = self._negatives or NegativeSampler(self.source.whole, self.seed, self.index)
+        return self._negatives.draw(table, n, by, self.samples_done, self.rows.backend.device)
 
     def _begin_raw(self) -> None:
         """Check that a batch of raw keys can be made now, and load the rows of the pass."""
@@ -467,13 +476,13 @@ class Pass:
 
     def begin_plain(self) -> None:
         """Check that plain keys can be looked up now, and load the rows of the pass."""
-        (self.rows.check_open if self.loaders.loaded is None else self.rows.check)()
+        (self.rows.check_open if self.loaded is None else self.rows.check)()
         self.rows.load()
         self._before_batch(self)
 
     def count_plain(self, num_samples: int) -> int:
         """Record a lookup of plain keys; return the end of its batch, which all lookups of a step share."""
-        if (batch := self.loaders.batch_looked_up) is not None:
+        if self.loaded is not None and (batch := self.loaded.current) is not None:
             return batch.last
         if self.order is not None and "raw_batches" not in self.order:
             return self.samples_done  # in the same pass as batches()

@@ -141,7 +141,7 @@ class PlainKeys:
                 f"keys of table {feature.table!r} were looked up with gradients inside cache.lookups(local=True), "
                 "where rows of the last commit are read: look them up under torch.no_grad()"
             )
-        if torch.is_grad_enabled() and current is not None and (loaded := current.loaders.loaded) is not None:
+        if torch.is_grad_enabled() and current is not None and (loaded := current.loaded) is not None:
             loaded.look_up(self._tables[feature.table], plain.keys, trains=trains)
         keys = FeatureKeys(plain.keys, plain.offsets, None)
         if trains:
@@ -221,7 +221,7 @@ class PlainKeys:
 
 def _batch_lacking(current: Pass) -> tuple[int, str, str]:
     """Return the number and name of a batch whose keys the pass lacks, and advice."""
-    loaded = current.loaders.loaded
+    loaded = current.loaded
     if loaded is None or (batch := loaded.current) is None:
         number = current.batches_done
         return number, f"batch {number}", "pass samples of this pass, write key sets that have all keys"

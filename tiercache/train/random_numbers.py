@@ -12,7 +12,7 @@ import torch
 from tiercache.store.bits import mix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _WORD = (1 << 64) - 1
 
@@ -32,33 +32,31 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
 
 
-class Numbers:
-    """The states of the generators."""
+def _restorer(*, devices: bool = False) -> Callable[[], None]:
+    """Return a function that restores the current states of the generators."""
+    of_torch, of_python = torch.get_rng_state(), random.getstate()
+    of_numpy: Any = np.random.get_state(legacy=True)  # noqa: NPY002 - users' global generator
+    with_devices = devices and torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    of_devices = torch.cuda.get_rng_state_all() if with_devices else None
 
-    def __init__(self, *, devices: bool = False) -> None:
-        """devices: also the generators of GPUs that are in use."""
-        self._torch, self._python = torch.get_rng_state(), random.getstate()
-        self._numpy: Any = np.random.get_state(legacy=True)  # noqa: NPY002 - users' global generator
-        with_devices = devices and torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._devices = torch.cuda.get_rng_state_all() if with_devices else None
+    def restore() -> None:
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002 - users' global generator
+        if of_devices is not None:
+            torch.cuda.set_rng_state_all(of_devices)
 
-    def restore(self) -> None:
-        """Restore the states."""
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002 - users' global generator
-        if self._devices is not None:
-            torch.cuda.set_rng_state_all(self._devices)
+    return restore
 
 
 @contextmanager
 def kept_numbers(*, devices: bool = False) -> Iterator[None]:
-    """Restore the generators after the body."""
-    before = Numbers(devices=devices)
+    """Restore the generators after the body. devices: also those of GPUs that are in use."""
+    restore = _restorer(devices=devices)
     try:
         yield
     finally:
-        before.restore()
+        restore()
 
 
 class OwnNumbers:
@@ -67,14 +65,14 @@ class OwnNumbers:
     def __init__(self, seed: int) -> None:
         with kept_numbers():
             seed_generators(seed)
-            self._states = Numbers()
+            self._restore = _restorer()
 
     @contextmanager
     def used(self) -> Iterator[None]:
         """Run the body with them."""
         with kept_numbers():
-            self._states.restore()
+            self._restore()
             try:
                 yield
             finally:
-                self._states = Numbers()
+                self._restore = _restorer()

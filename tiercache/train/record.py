@@ -186,7 +186,7 @@ class _Samples:
         def seeded() -> Iterator[BatchIndices]:
             for indices in lists:
                 pending.append(indices)
-                yield BatchIndices.of(indices.tolist(), mixed(self._seed, _BATCH, int(indices[0])))
+                yield BatchIndices(indices.tolist(), mixed(self._seed, _BATCH, int(indices[0])))
 
         assert old.collate_fn is not None
         dataset: Any = SeededDataset(
@@ -196,7 +196,7 @@ class _Samples:
         if old.num_workers:
             workers = {"multiprocessing_context": old.multiprocessing_context, "prefetch_factor": old.prefetch_factor}
         made: DataLoader[Any] = DataLoader(
-            dataset, batch_sampler=_Once(seeded()), collate_fn=as_is, num_workers=old.num_workers, timeout=old.timeout,
+            dataset, batch_sampler=seeded(), collate_fn=as_is, num_workers=old.num_workers, timeout=old.timeout,
             worker_init_fn=old.worker_init_fn, generator=own_generator(self._seed), **workers,
         )  # fmt: skip
         for batch in made:
@@ -256,16 +256,6 @@ def _as_indices(indices: Any) -> NDArray[np.int64]:
             "integers, at least one for each batch; otherwise pass a function that makes the loader"
         )
     return found.astype(np.int64)
-
-
-class _Once:
-    """The batches of one iteration of a DataLoader."""
-
-    def __init__(self, lists: Iterator[BatchIndices]) -> None:
-        self._lists = lists
-
-    def __iter__(self) -> Iterator[BatchIndices]:
-        return self._lists
 
 
 class _Iterable:

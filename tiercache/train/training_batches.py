@@ -11,7 +11,7 @@ from tiercache.store.records import positive
 from tiercache.train.batches import check_epochs, check_size
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tiercache.train.cache import TierCache
     from tiercache.train.pass_loop import PassLoop
@@ -60,9 +60,6 @@ class TrainingBatches:
     def _left(self, position: tuple[int, int] | None = None) -> int:
         return self._loop.batches_left(self._epochs, self._size, position)
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._iterate()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the store, its last commit, its pass and sample, and the number of batches that were yielded.
 
@@ -99,11 +96,11 @@ class TrainingBatches:
         if self._dataset is None:
             return current.batches(self._size, **self._options)
         made = current.loader(self._dataset, self._size, **self._options)
-        assert current.loaders.loaded is not None
-        current.loaders.loaded.per_step = self._per_step
+        assert current.loaded is not None
+        current.loaded.per_step = self._per_step
         return made
 
-    def _iterate(self) -> Generator[Any, None, None]:
+    def __iter__(self) -> Iterator[Any]:
         """Yield the batches. Does not bind them to locals: while the next is made, only the caller holds one.
 
         Trainers take ``len`` batches and then stop, so the loop over passes ends before the last batch is yielded. Its
