@@ -16,7 +16,7 @@ from tiercache.dist.requests import RequestBuilder
 from tiercache.dist.shard_layout import Destination, Owners, ShardLayout, out_of_bounds
 from tiercache.kernels.step import Vectors
 from tiercache.store.table import group_tables
-from tiercache.train.pending_batches import tensors_of
+from tiercache.train.batch_rows import tensors_of
 from tiercache.values.ids import FeatureIds
 from tiercache.values.lookups import GroupRows, LookedUp, LookupIds
 

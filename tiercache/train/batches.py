@@ -212,7 +212,7 @@ class BatchPipeline:
         futures = [one for queue in list(self.queues) for one in queue.pending if isinstance(one, Future)]
         for one in futures:
             is_made = one.done() and not one.cancelled() and one.exception() is None
-            if is_made and (upload := one.result().upload) is not None:
+            if is_made and (upload := getattr(one.result(), "upload", None)) is not None:
                 yield upload
 
 

@@ -19,8 +19,8 @@ from tiercache.dist.shard_view import ShardView
 from tiercache.errors import StateError
 from tiercache.rows.threads import share_threads
 from tiercache.store.table import group_tables
-from tiercache.train.pending_batches import BatchIds, BatchRows, ExchangedBatch, PendingBatches, tensors_of
-from tiercache.train.row_gradients import NOBODY_STEPS, RowGradients, ended_unstepped
+from tiercache.train.batch_rows import BatchIds, BatchRows, ExchangedBatch, tensors_of
+from tiercache.train.row_gradients import NOBODY_STEPS, ended_unstepped
 from tiercache.train.row_view import make_batch
 from tiercache.train.table_module import poolings
 from tiercache.values.batch import Batch
@@ -63,18 +63,14 @@ def parts_of(places: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
     return [places[i * n // count : (i + 1) * n // count] for i in range(count)]
 
 
-class _Threads:
-    """The threads of a cache's exchanges; each runs one task at a time, and starts with its first task."""
+def _thread(name: str, backend: Backend) -> ThreadPoolExecutor:
+    """Return a thread for one task at a time, which starts with the first."""
 
-    def __init__(self, backend: Backend) -> None:
-        def enter() -> None:
-            backend.streams.enter_thread()
-            share_threads()  # as many kernel threads as training uses: else they would use all cores here
+    def enter() -> None:
+        backend.streams.enter_thread()
+        share_threads()  # as many kernel threads as training uses: else they would use all cores here
 
-        self.input_thread = ThreadPoolExecutor(1, thread_name_prefix="tiercache-input", initializer=enter)
-        """Exchanges the inputs of batches."""
-        self.row_thread = ThreadPoolExecutor(1, thread_name_prefix="tiercache-exchange", initializer=enter)
-        """Exchanges rows during training, on a CPU."""
+    return ThreadPoolExecutor(1, thread_name_prefix=f"tiercache-{name}", initializer=enter)
 
 
 class RankExchange:
@@ -101,7 +97,7 @@ class RankExchange:
         modules: Sequence[nn.Module],
         *,
         comm_dtype: torch.dtype,
-        threads: _Threads | None = None,
+        threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None,
     ) -> None:
         """optimizer: for this rank's groups; it steps their gradients.
 
@@ -123,24 +119,26 @@ class RankExchange:
         self._tables = {feature.name: feature.table for feature in whole.schema.features}
         self._weighted = {feature.name for feature in whole.schema.features if feature.weights is not None}
         self._owns_threads = threads is None
-        self._threads = _Threads(backend) if threads is None else threads
+        self._input_thread, self._row_thread = threads or (_thread("input", backend), _thread("exchange", backend))
+        """They exchange the inputs of batches, and on a CPU rows during training."""
         self._layouts: weakref.WeakKeyDictionary[RowView, InputLayout] = weakref.WeakKeyDictionary()
-        self._pending = PendingBatches()
+        self._pending: list[BatchRows] = []
+        """The batches since the last step, in order, with the gradients that backward left in them."""
 
     @property
     def pending(self) -> bool:
         """True if a backward was not stepped yet."""
-        return self._pending.pending
+        return any(one.pending for one in self._pending)
 
     @property
     def awaits_backward(self) -> bool:
         """True if rows were looked up for training, and neither a backward nor a step came since."""
-        return self._pending.awaits_backward
+        return any(one.gradients is not None and one.gradients.awaits_backward for one in self._pending)
 
     @property
     def ended_unstepped(self) -> str:
         """The error message if a pass ends between backward and step."""
-        return ended_unstepped(sum(one.pending for one in self._pending.batches))
+        return ended_unstepped(sum(one.pending for one in self._pending))
 
     @property
     def bytes_sent(self) -> int:
@@ -216,7 +214,7 @@ class RankExchange:
             exchanged = self.input_dist.exchange(layout, own.local, name, trained=trained, error=error)
             return ExchangedBatch(own.samples, own.weight, own.end, exchanged)
 
-        return self._threads.input_thread.submit(exchange)
+        return self._input_thread.submit(exchange)
 
     @staticmethod
     def wait(begun: Iterable[Any]) -> None:
@@ -252,7 +250,7 @@ class RankExchange:
             if not rows.is_loaded:
                 yield self.finish(one, rows, before)
                 continue
-            following = exchange(one) if self._backend.queues else self._threads.row_thread.submit(exchange, one)
+            following = exchange(one) if self._backend.queues else self._row_thread.submit(exchange, one)
             del one  # free its memory with the batch
             if waiting is not None:
                 yield self._received(waiting)
@@ -299,7 +297,8 @@ class RankExchange:
             groups, slots = self.rows.serve(exchanged, error)
             bags = self.pooling.serve(exchanged.bags) if exchanged.bags else None
         view.set_rows(groups, slots, bags)
-        self._pending.add(view)
+        if view.gradients is not None and not any(view is one for one in self._pending):
+            self._pending.append(view)
         return self._backend.streams.exchanged()
 
     def _receive(self, view: BatchRows, event: Any) -> None:
@@ -343,7 +342,7 @@ class RankExchange:
             if feature not in lacking and (ids[feature].weights is not None) == (feature in self._weighted)
         }
         local = LocalInput(ids=ids, modes=modes, whole=whole, num_samples=samples.num_samples)
-        exchanged = self._threads.input_thread.submit(self.input_dist.exchange, layout, local, name).result()
+        exchanged = self._input_thread.submit(self.input_dist.exchange, layout, local, name).result()
         view = self._view(ExchangedBatch(None, weight, 0, exchanged), rows, None)
         view.raw = samples.features
         view.load()
@@ -388,7 +387,7 @@ class RankExchange:
         assert isinstance(passes, ShardView)
         return RankExchange(
             self._communicators, passes, self._backend, self._optimizer, self._own_rows, self._modules,
-            comm_dtype=self._comm_dtype, threads=self._threads,
+            comm_dtype=self._comm_dtype, threads=(self._input_thread, self._row_thread),
         )  # fmt: skip
 
     # -- the step -----------------------------------------------------------------------------------------
@@ -400,33 +399,40 @@ class RankExchange:
         the tables for which another rank has gradients, and whether some wait for another optimizer's step.
         """
         self.rest()
-        into, taken = self._optimizer.gradients, self._pending.take()
+        into, taken = self._optimizer.gradients, self._take()
         stepped, waiting = self._optimizer.begin_step(optimizer), list[BatchRows]()
         tables = [table.name for table in self._shard_view.whole.tables]
         steps_own = [table in stepped for table in tables]
         for one in taken:
-            gradients = one.collect()
-            waits, *flags = self._send_gradients(one, gradients, into.collected, [one.waits, *steps_own])
+            waits, *flags = self._send_gradients(one, one.collect(), into.collected, [one.waits, *steps_own])
             stepped.update(table for table, is_stepped in zip(tables, flags, strict=True) if is_stepped)
             if waits:
                 waiting.append(one)
         into.collect(self._backend.gradient)
-        self._pending.put_back(waiting)
+        self._pending[:0] = waiting
         self._optimizer.count_step(stepped)
         self.rows.step(self._optimizer.steps_of(rows), rows)
         self._optimizer.end_step()
 
+    def _take(self) -> list[BatchRows]:
+        """Return and remove the pending batches; their rows are from before the step."""
+        taken, self._pending = self._pending, []
+        for one in taken:
+            one.release()
+        return taken
+
     def _send_gradients(
-        self, batch: BatchRows, gradients: RowGradients, into: GroupGradients, flags: Sequence[bool] = ()
+        self, batch: BatchRows, gradients: GroupGradients, into: GroupGradients, flags: Sequence[bool] = ()
     ) -> list[bool]:
         """Send the gradients that a step applies to the owners of their rows, and drop them here.
 
         flags: this rank's flags for the batch; returns, for each, True if any rank has set it.
         """
-        any_flags = self.rows.send_gradients(batch.exchanged.input, batch.slots, gradients.collected, into, flags)
+        any_flags = self.rows.send_gradients(batch.exchanged.input, batch.slots, gradients, into, flags)
         if batch.bags is not None:
             self.pooling.send_gradients(batch.bags, {name: one.gradients for name, one in batch.pooled.items()}, into)
-        gradients.clear_collected()
+        for of_group in gradients:
+            of_group.clear()
         return any_flags
 
     def clip(
@@ -438,11 +444,11 @@ class RankExchange:
         """
         self.rest()
         ready = self._optimizer.ready(optimizer)
-        into = RowGradients(len(self._optimizer.gradients.collected))
-        for one in self._pending.batches:
-            self._send_gradients(one, one.preview(ready), into.collected)
+        into: GroupGradients = [[] for _ in self._optimizer.gradients.collected]
+        for one in self._pending:
+            self._send_gradients(one, one.preview(ready), into)
         self.rows.discard()
-        squares = self._gather(self._optimizer.squared_norm(into.collected), "adding up the norms of gradients").sum()
+        squares = self._gather(self._optimizer.squared_norm(into), "adding up the norms of gradients").sum()
         return self._optimizer.clip(max_norm, optimizer, ready, squares, error_if_nonfinite=error_if_nonfinite)
 
     def _gather(self, number: torch.Tensor, what: str) -> torch.Tensor:
@@ -470,25 +476,29 @@ class RankExchange:
 
     def expire(self, where: str) -> None:
         """Expire the gradients left by another optimizer's step, when ``where`` ends."""
-        self._pending.expire(where)
+        for one in self._pending:
+            if one.gradients is not None:
+                one.gradients.expire(where)
 
     def discard(self) -> None:
         """Drop the pending row gradients. Not collective."""
         self.rest()
-        self._pending.discard()
+        for one in self._take():
+            if one.gradients is not None:
+                one.gradients.clear()
         self._optimizer.discard()
         self.rows.discard()
 
     def rest(self) -> None:
         """Wait until no rows are being exchanged; work that is queued after this waits for them too."""
-        self._threads.row_thread.submit(lambda: None).result()
+        self._row_thread.submit(lambda: None).result()
         self._backend.streams.receive(self._backend.streams.exchanged(), ())
 
     def close(self) -> None:
         """Stop the threads and release the rows."""
         if self._owns_threads:
-            self._threads.input_thread.shutdown()
-            self._threads.row_thread.shutdown()
+            self._input_thread.shutdown()
+            self._row_thread.shutdown()
         self.rows.close()
         self.pooling.open(())
 

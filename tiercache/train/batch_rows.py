@@ -1,9 +1,9 @@
-"""The rows of one batch on one of several ranks, and the batches that wait for their step."""
+"""The rows of one batch on one of several ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tiercache.train.anchors import Anchors
     from tiercache.train.arrivals import Arrival
     from tiercache.values.ids import FoundIds
-    from tiercache.values.lookups import GroupRows
+    from tiercache.values.lookups import GroupGradients, GroupRows
 
 
 class BatchIds(dict[str, FeatureIds]):
@@ -64,8 +64,6 @@ class ExchangedBatch:
     weight: float
     end: int
     input: ExchangedInput
-    upload: Any = None
-    """The upload of the samples; None if they are not on the device."""
 
 
 class BatchRows(RowView):
@@ -142,67 +140,20 @@ class BatchRows(RowView):
         of_rows = [] if self.gradients is None else [*self.gradients.arrivals]
         return of_rows + [arrival for one in self.pooled.values() for arrival, _ in one.pending]
 
-    def collect(self) -> RowGradients:
+    def collect(self) -> GroupGradients:
         """Collect the gradients that the step applies, as `RowGradients.collect` does, and return them."""
         assert self.gradients is not None
         self.gradients.collect(self.backend.gradient)
         for one in self.pooled.values():
             one.collect()
-        return self.gradients
+        return self.gradients.collected
 
-    def preview(self, ready: Collection[Arrival]) -> RowGradients:
+    def preview(self, ready: Collection[Arrival]) -> GroupGradients:
         """Return the gradients that ``collect`` would take if ``ready`` were stepped, and leave all pending."""
         assert self.gradients is not None
         for one in self.pooled.values():
             one.take(ready)
-        found = RowGradients(len(self.gradients.collected))
-        found.collected = self.gradients.preview(ready, self.backend.gradient)
-        return found
-
-
-class PendingBatches:
-    """The batches since the last step, in order, with the gradients that backward left in them."""
-
-    def __init__(self) -> None:
-        self.batches: list[BatchRows] = []
-
-    def add(self, batch: BatchRows) -> None:
-        """Add a batch, unless it is already pending or an evaluation, which has no step."""
-        if batch.gradients is not None and not any(batch is one for one in self.batches):
-            self.batches.append(batch)
-
-    @property
-    def pending(self) -> bool:
-        """True if a backward was not stepped yet."""
-        return any(one.pending for one in self.batches)
-
-    @property
-    def awaits_backward(self) -> bool:
-        """True if a batch was looked up for training, and neither a backward nor a step came since."""
-        return any(one.gradients is not None and one.gradients.awaits_backward for one in self.batches)
-
-    def take(self) -> list[BatchRows]:
-        """Return and remove all batches; their rows are from before the step."""
-        taken, self.batches = self.batches, []
-        for one in taken:
-            one.release()
-        return taken
-
-    def put_back(self, waiting: Sequence[BatchRows]) -> None:
-        """Keep the batches with tables that wait for another optimizer's step, on any rank."""
-        self.batches[:0] = waiting
-
-    def expire(self, where: str) -> None:
-        """Expire pending gradients, as `RowGradients.expire` does."""
-        for one in self.batches:
-            if one.gradients is not None:
-                one.gradients.expire(where)
-
-    def discard(self) -> None:
-        """Drop them and their gradients."""
-        for one in self.take():
-            if one.gradients is not None:
-                one.gradients.clear()
+        return self.gradients.preview(ready, self.backend.gradient)
 
 
 def tensors_of(found: object) -> list[torch.Tensor]:
