@@ -126,7 +126,7 @@ def run(
             keys, others = dealt(given, *bounds[rank : rank + 2])
             gone = deal == "ended" and rank > 0 and number >= 2
             batch = p.batch(None) if gone else p.batch(keys, **others, missing=missing)
-            most = max(most, cache._raw.reader.index_bytes)
+            most = max(most, cache._raw.index_bytes)
             assert batch is not None
             assert len(batch) == max(bounds[rank + 1] - bounds[rank], 1)
             assert batch.weight == size * ((bounds[rank + 1] - bounds[rank]) / num_samples)

@@ -87,7 +87,7 @@ def test_a_closed_cache_leaves_nothing_on_the_device(passes: tc.PassDataset, kin
         model(batch).sum().backward()
         optimizer.step()
     rows = batch.rows
-    assert cache._raw.reader.index_bytes > 0
+    assert cache._raw.index_bytes > 0
     assert cache._backend.scratch_bytes > 0
     assert gpu.held > need(kind, passes)
     cache.close()

@@ -320,7 +320,7 @@ def test_an_index_takes_what_is_planned(tmp_path: Path, monkeypatch: pytest.Monk
         rows, indexes = cache.device_bytes, []
         for current in cache.passes(epochs=1):
             check_ids(passes, current, keys[current.sub_dataset])
-            index = cache._raw.reader._index
+            index = cache._raw._index
             assert isinstance(index, cuda_runtime.CudaKeyIndex)
             held = index._index._memory, index._index._oov_memory, index._buffer
             planned = cache._backend.index_bytes(max(p.rows("a") + p.rows("b") for p in passes.passes), 2)

@@ -53,7 +53,7 @@ class Anchor:
     """The gradients of the rows of a module, or of several with one parameter, since the last step."""
 
     def __init__(self, module: TableModule, anchors: Anchors) -> None:
-        self._anchors, self.modules = anchors, list["weakref.ref[TableModule]"]()
+        self.anchors, self.modules = anchors, list["weakref.ref[TableModule]"]()
         self.tables = ", ".join(map(repr, module.tables))
         """Names of the tables, as shown in messages."""
         self.table_names = tuple(module.tables)
@@ -132,7 +132,7 @@ class Anchor:
             end, settle = partial(self._end, task, used), partial(self._settle, task, used)
             self._ends[task] = weakref.ref(end, lambda _: settle())
             after_backward(end)
-        found = Arrival(self, [None if one is None else self._anchors.own(one) for one in gradients], tables, task)
+        found = Arrival(self, [None if one is None else self.anchors.own(one) for one in gradients], tables, task)
         self.arrived.append(found)
         self._in_task[task] = self._in_task.get(task, 0) + 1
         return found
@@ -252,7 +252,7 @@ class Anchor:
 
     def _value_of(self, tensor: torch.Tensor) -> float | None:
         """Return the element of a tensor, None if reading it would wait for a GPU."""
-        return None if self._anchors.is_queued or _is_sharded(tensor) or not tensor.is_cpu else tensor.item()
+        return None if self.anchors.is_queued or _is_sharded(tensor) or not tensor.is_cpu else tensor.item()
 
     @property
     def _has_hooks(self) -> bool:
@@ -325,7 +325,7 @@ class Anchor:
         if grad is None or _is_sharded(grad) or grad.dtype == torch.float16:
             return
         self._unchecked -= 1
-        if self._anchors.is_queued and self._unchecked > 0:
+        if self.anchors.is_queued and self._unchecked > 0:
             return
         self._unchecked = _CHECKED_EVERY
         if _LARGEST < abs(float(grad)) < math.inf:
@@ -368,7 +368,7 @@ class Anchor:
             one.end()
         self._is_hooked, self._exposed = False, None
         self.arrived = [] if len(arrivals) == len(self.arrived) else self.pending
-        self._anchors.forget()
+        self.anchors.forget()
 
     def remove(self) -> None:
         """Remove the hook of the parameter."""

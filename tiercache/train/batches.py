@@ -18,7 +18,7 @@ from tiercache.store.bits import mix
 from tiercache.store.records import integer
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Generator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -322,14 +322,13 @@ def fail(error: Exception) -> NoReturn:
     raise error
 
 
-def check_exchange_schedule(schedule: str) -> None:
-    """Raise ValueError for an unknown schedule of exchanges."""
-    if schedule not in SCHEDULES:
-        raise ValueError(f"unknown schedule {schedule!r}: expected one of {', '.join(SCHEDULES)}")
+def check_word(name: str, word: str, allowed: Sequence[str]) -> None:
+    """Raise ValueError unless an argument is one of ``allowed``."""
+    if word not in allowed:
+        raise ValueError(f"invalid {name} {word!r}: expected one of {', '.join(map(repr, allowed))}")
 
 
 def is_read_by_owner(read_by: str) -> bool:
     """Return True if ``read_by`` is "owner". Raises ValueError for an unknown value."""
-    if read_by not in ("rank", "owner"):
-        raise ValueError(f"unknown read_by {read_by!r}: expected 'rank' or 'owner'")
+    check_word("read_by", read_by, ("rank", "owner"))
     return read_by == "owner"

@@ -190,7 +190,7 @@ class TierCache(CacheFacts):
         check_modules(objects, self.dataset)
         self.dense.register(objects)
         self._parts.modules += [value for value in objects.values() if isinstance(value, nn.Module)]
-        self._raw.reader.bounds |= bounds_of(objects.values())
+        self._raw.bounds |= bounds_of(objects.values())
         self.optimizer.follow([*objects.values()])
         for value in objects.values():
             if isinstance(value, torch.amp.GradScaler):
@@ -374,7 +374,7 @@ class TierCache(CacheFacts):
         with self.communicator.raise_on_all("checking an evaluation"):
             self._rows.check_restored()
             check_features(self.dataset, passes)
-            check_keys_within(self._raw.reader.bounds, passes)
+            check_keys_within(self._raw.bounds, passes)
             view = self._opened.view(passes)
             self._rows.check_evaluated(view)
         exchange = self._exchange.evaluating(view)

@@ -11,26 +11,15 @@ if TYPE_CHECKING:
     import torch
 
     from tiercache.data.dataset import PassDataset
-    from tiercache.dist.training_store import TrainingStore
-    from tiercache.rows.backends.base import Backend
     from tiercache.store.sharding import ShardingPlan
-    from tiercache.train.batches import BatchPipeline
-    from tiercache.train.local_exchange import Exchange
-    from tiercache.train.rank_rows import RankRows
-    from tiercache.train.raw_keys import RawKeys
-    from tiercache.train.resident_rows import ResidentRows
+    from tiercache.train.cache_parts import CacheParts
 
 
 class CacheFacts:
     """The read-only properties of a `TierCache`. None of them is collective."""
 
     dataset: PassDataset
-    _opened: TrainingStore
-    _backend: Backend
-    _rows: RankRows | ResidentRows
-    _exchange: Exchange
-    _raw: RawKeys
-    _pipeline: BatchPipeline
+    _parts: CacheParts
 
     @property
     def tables(self) -> tuple[Any, ...]:
@@ -50,13 +39,13 @@ class CacheFacts:
     @property
     def sharding(self) -> ShardingPlan | None:
         """The sharding of the tables; None for a plain store."""
-        return self._opened.sharding
+        return self._parts.training_store.sharding
 
     @property
     def is_restored(self) -> bool:
         """False if a registered model is not the one that the last commit trained: call ``restore`` first."""
         try:
-            self._rows.check_restored()
+            self._parts.rows.check_restored()
         except StateError:
             return False
         return True
@@ -64,34 +53,34 @@ class CacheFacts:
     @property
     def device(self) -> torch.device:
         """The device on which this rank's rows are trained."""
-        return self._backend.device
+        return self._parts.backend.device
 
     @property
     def device_bytes(self) -> int:
         """Bytes on the device of rows, slot maps, replicated tables and, after raw keys, the index of keys."""
-        return self._rows.device_bytes + self._exchange.device_bytes + self._raw.reader.index_bytes
+        return self._parts.rows.device_bytes + self._parts.exchange.device_bytes + self._parts.raw.index_bytes
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes on the device, besides ``device_bytes``, that are kept between batches, with prefetched batches."""
-        return self._backend.scratch_bytes + self._pipeline.device_bytes
+        return self._parts.backend.scratch_bytes + self._parts.pipeline.device_bytes
 
     @property
     def pinned_batch_bytes(self) -> int:
         """Bytes of pinned memory of prefetched batches, not in ``host_budget``; 0 on a CPU."""
-        return self._backend.pinned_bytes
+        return self._parts.backend.pinned_bytes
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent to other ranks so far, for batches and steps."""
-        return self._exchange.bytes_sent
+        return self._parts.exchange.bytes_sent
 
     @property
     def eval_bytes(self) -> int:
         """Bytes of host memory that are reserved for the rows of an evaluation."""
-        return self._rows.eval_bytes
+        return self._parts.rows.eval_bytes
 
     @property
     def host_bytes_peak(self) -> int:
         """Peak bytes of rows on the host so far."""
-        return self._rows.host_bytes_peak
+        return self._parts.rows.host_bytes_peak

@@ -232,7 +232,7 @@ class CacheParts:
         """End the loop, unless the training failed, and close all parts."""
         with ExitStack() as last:
             for close in (
-                self.training_store.close, self.backend.drop_scratch, self.rows.close, self.raw.reader.close,
+                self.training_store.close, self.backend.drop_scratch, self.rows.close, self.raw.close,
                 partial(self.communicators.close, failed=failed), self.exchange.close, self.rows.state.joint.close,
                 self.pipeline.close,
             ):  # fmt: skip

@@ -15,6 +15,7 @@ from tiercache.errors import StateError
 from tiercache.train.dense_state import DenseState, tensors_of
 from tiercache.train.joint_optimizer import JointOptimizer
 from tiercache.train.row_optimizer import RowOptimizer
+from tiercache.train.row_writes import vectors_of
 from tiercache.train.table_module import anchor_ids
 
 if TYPE_CHECKING:
@@ -114,10 +115,7 @@ def nonfinite_tables(backend: Backend, groups: Sequence[GroupRows]) -> str:
     """Return the quoted names of tables with rows that are not finite; "" if there are none."""
     names, flags = [], []
     for rows in groups:
-        vectors = backend.tensor(rows.vectors.values)
-        if rows.vectors.is_narrow:
-            vectors = vectors.view(torch.float16 if rows.vectors.is_half else torch.bfloat16)
-        fields = [vectors[:, : rows.vectors.dim], *map(backend.tensor, rows.states)]
+        fields = [vectors_of(rows, backend)[:, : rows.vectors.dim], *map(backend.tensor, rows.states)]
         slots, piece = backend.tensor(rows.slot_of_local), max(1, _PIECE // rows.vectors.dim)
         for table, first in rows.first.items():
             good = torch.ones((), dtype=torch.bool, device=slots.device)

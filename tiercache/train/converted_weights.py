@@ -28,9 +28,7 @@ def weights_of(objects: Iterable[object]) -> dict[str, torch.Tensor]:
 
 
 def bounds_of(objects: Iterable[object]) -> dict[str, int]:
-    """Return by table the number of keys that converted modules among ``objects`` had; tables that are open are left
-    out.
-    """
+    """Return by table the number of keys that converted modules had, without open tables."""
     return {table: rows for one in table_modules(objects) for table, rows in one.bounds.items()}
 
 

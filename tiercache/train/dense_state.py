@@ -9,7 +9,7 @@ import random
 import re
 import warnings
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,18 +36,6 @@ RandomStates = dict[str, Any]
 """The states of random generators, as a commit stores them."""
 
 
-class Stateful(Protocol):
-    """Anything with a state_dict: modules, optimizers, schedulers, scalers."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a state of tensors and plain values."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> object:
-        """Load such a state."""
-        ...
-
-
 class DenseState:
     """Tracked objects and the random generators of torch (the CPU's and the device's), numpy and random.
 
@@ -57,8 +45,8 @@ class DenseState:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.objects: dict[str, Stateful] = {}
-        """The registered objects by name."""
+        self.objects: dict[str, Any] = {}
+        """The registered objects by name: modules, optimizers and others with a state_dict."""
         self.same: frozenset[str] = frozenset()
         """The names of objects that rank 0 stores for all ranks."""
         self._shared = self.same
@@ -288,7 +276,7 @@ def _shapes(state: dict[str, Any]) -> dict[str, object]:
     return {key: tuple(one.shape) if isinstance(one, torch.Tensor) else type(one) for key, one in state.items()}
 
 
-def _state_of(value: Stateful, anchors: Collection[int]) -> dict[str, Any]:
+def _state_of(value: Any, anchors: Collection[int]) -> dict[str, Any]:
     """Return the state of an object without its anchors; of a DTensor, as in FSDP, this rank's part."""
     found = state_without(value, anchors) if isinstance(value, torch.optim.Optimizer) else value.state_dict()
     if not any(hasattr(tensor, "to_local") for tensor in tensors_of(found)):
@@ -342,7 +330,7 @@ def _is_sharded(value: Any) -> bool:
     return any(hasattr(one, "to_local") for one in tensors)
 
 
-def _parts_of(value: Stateful, anchors: Collection[int]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _parts_of(value: Any, anchors: Collection[int]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state of an object without the buffers of a module, and these."""
     state = _state_of(value, anchors)
     if not isinstance(value, nn.Module):

@@ -11,7 +11,7 @@ from tiercache.errors import BudgetError
 from tiercache.planning.row_offsets import RowOffsets
 from tiercache.rows.device import group_rows
 from tiercache.sizes import distinct_sizes, format_bytes
-from tiercache.train.batches import check_exchange_schedule, check_size, cut_batches, in_order, num_batches
+from tiercache.train.batches import SCHEDULES, check_size, check_word, cut_batches, in_order, num_batches
 from tiercache.train.row_view import RowView
 from tiercache.values.batch import BatchRequest
 
@@ -56,7 +56,7 @@ class Evaluation:
         sample with weight 0: leave such a batch out. "interleaved": rows of the next batch are exchanged while this one
         is used; "simple": rows are exchanged between batches.
         """
-        check_exchange_schedule(schedule)
+        check_word("schedule", schedule, SCHEDULES)
         cuts = cut_batches(in_order, size, first=self._first, last=self._last)
         requests = (BatchRequest(self._source, places, places.size, done) for done, places in cuts)
         overlap = schedule == "interleaved"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tiercache.data.dataset_writer import as_keys
-from tiercache.data.raw_batch import NULL_KEY, FeatureKeys
+from tiercache.data.raw_batch import FeatureKeys
 from tiercache.data.recording import RecordedBatch
 from tiercache.data.sub_dataset import lookup_digest
 from tiercache.errors import DatasetError
@@ -21,9 +21,8 @@ from tiercache.store.bits import hash_keys
 from tiercache.store.table import group_tables
 from tiercache.train.missing_rows import MissingRows
 from tiercache.train.random_numbers import mixed, seed_generators
-from tiercache.train.table_module import check_within, named_table_modules
-from tiercache.values.batch import Batch
-from tiercache.values.ids import FeatureIds
+from tiercache.train.raw_samples import RawSamples
+from tiercache.train.table_module import check_within, named_table_modules, refuse_reserved
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from tiercache.store.table import Table
     from tiercache.train.plain_keys import KeyInput
     from tiercache.train.row_optimizer import RowOptimizer
+    from tiercache.values.batch import Batch
     from tiercache.values.lookups import Unseen
 
 _FORWARD = 3
@@ -72,6 +72,8 @@ class KeyRecorder:
     change; the generators of random numbers do.
     """
 
+    unseen: Unseen = "initial"
+
     def __init__(
         self,
         model: nn.Module,
@@ -90,7 +92,13 @@ class KeyRecorder:
         self._batch = ""
         """The name of the batch that is being recorded."""
         if keys is None:
-            self._rows = _MadeUpRows(schema, model)
+            device = next(iter(self._modules.values())).anchor.device
+            backend = open_backend(device if device.type == "cuda" else "cpu", schema.ordered_tables)
+            groups = group_tables(schema.tables)
+            self._missing = MissingRows(schema, groups, cast("RowOptimizer", None), backend)  # it counts trained rows
+            widest = max(table.dim for table in schema.tables)
+            chance = np.random.Generator(np.random.Philox(0))
+            self._patterns = chance.uniform(0.01, 0.05, (_PATTERNS, widest)).astype(np.float32)
             self._model = self._copy(model)
 
     def record(self, number: int, batch: Any, indices: NDArray[np.int64] | None) -> RecordedBatch:
@@ -158,7 +166,16 @@ class KeyRecorder:
             self._check(name, feature.table, plain.keys, bound)
             self._lookups.append((feature.table, plain.keys.copy()))
             self._num_samples = max(self._num_samples, plain.num_samples)
-        return self._rows.batch(feature, plain)
+        none = torch.empty(0, dtype=torch.float32, device="cpu")
+        keys = {feature.name: FeatureKeys(plain.keys, plain.offsets, None)}
+        samples = RawSamples(plain.num_samples, keys, none, none, {}, lacking=True)
+        return self._missing.read_only(samples, "a recording of keys", self)
+
+    def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
+        """Write synthetic vectors of ``keys``, nonzero and seeded by the key, to the first array of ``out``."""
+        table = self._tables[table_name]
+        numbers = (hash_keys(keys, table.table_id) % np.uint64(_PATTERNS)).astype(np.int64)
+        out[0][...] = self._patterns[numbers, : table.dim]
 
     # -- by a function --------------------------------------------------------------------------------------
 
@@ -176,11 +193,7 @@ class KeyRecorder:
                 flat = np.ascontiguousarray(keys.reshape(-1))
                 if (padding := self._padding_of(table)) is not None:
                     flat = flat[flat != padding]
-                if flat.size and int(flat.min()) <= NULL_KEY:
-                    raise DatasetError(
-                        f"{self._batch} has the key {int(flat.min())} of {name!r}: INT64_MIN and INT64_MIN + 1 are the "
-                        "keys of the out-of-vocabulary row and the null row, so use another key for such values"
-                    )
+                refuse_reserved(flat, f"{name!r} in {self._batch}", DatasetError)
                 self._check(name, table, flat, self._bounds.get(table))
                 self._lookups.append((table, flat))
 
@@ -206,34 +219,3 @@ class KeyRecorder:
             check_within(keys, bound, table)
         except IndexError as error:
             raise IndexError(f"{self._batch} in {name!r}: {error}") from None
-
-
-class _MadeUpRows:
-    """Gives lookups nonzero rows seeded by the key, of the right shape, dtype and device."""
-
-    unseen: Unseen = "initial"
-
-    def __init__(self, schema: Schema, model: nn.Module) -> None:
-        devices = [module.anchor.device for _, module in named_table_modules(model)]
-        groups = group_tables(schema.tables)
-        self._tables = {table.name: table for table in schema.tables}
-        backend = open_backend(devices[0] if devices[0].type == "cuda" else "cpu", schema.ordered_tables)
-        self._missing = MissingRows(schema, groups, cast("RowOptimizer", None), backend)  # it counts trained rows
-        widest = max(table.dim for table in schema.tables)
-        chance = np.random.Generator(np.random.Philox(0))
-        self._patterns = chance.uniform(0.01, 0.05, (_PATTERNS, widest)).astype(np.float32)
-
-    def batch(self, feature: Feature, plain: KeyInput) -> Batch:
-        """Return a batch with a row for each key."""
-        places = np.full(plain.keys.size, -1, np.int32)
-        ids = {feature.name: FeatureIds(places, plain.offsets, None)}
-        none = torch.empty(0, dtype=torch.float32, device="cpu")
-        made = Batch(none, none, ids, self._missing.no_rows("a recording of keys"), plain.num_samples)
-        keys = {feature.name: FeatureKeys(plain.keys, plain.offsets, None)}
-        return self._missing.add(made, keys, {feature.name: places}, "load", self)
-
-    def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
-        """Write the vectors of ``keys`` to the first array of ``out``."""
-        table = self._tables[table_name]
-        numbers = (hash_keys(keys, table.table_id) % np.uint64(_PATTERNS)).astype(np.int64)
-        out[0][...] = self._patterns[numbers, : table.dim]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tiercache.rows.backends.base import Backend
-    from tiercache.train.anchors import Anchor, Anchors
+    from tiercache.train.anchors import Anchor
     from tiercache.train.arrivals import Arrival
     from tiercache.train.table_lookup import RemoteLookup, TableLookup
     from tiercache.train.table_module import TableModule
@@ -97,7 +97,6 @@ class Marker(NamedTuple):
     """The anchor, as the lookup had it."""
     anchor: Anchor | None
     """None: rows are not trained."""
-    anchors: Anchors | None
     tables: Sequence[str]
     is_known: bool
     """True if the cache has the module, or accepts any."""
@@ -113,12 +112,13 @@ class Marker(NamedTuple):
                 "it: replace the parameters of dense modules only"
             )
         is_known = module.begin_lookup(batch)
-        anchors = None if batch.rows.gradients is None else batch.rows.gradients.anchors
-        return cls(module.anchor, None if anchors is None else anchors.of(module), anchors, module.tables, is_known)
+        gradients = batch.rows.gradients
+        anchor = None if gradients is None else gradients.anchors.of(module)
+        return cls(module.anchor, anchor, module.tables, is_known)
 
     def arrive(self, gradients: Sequence[torch.Tensor | None], tables: Sequence[Collection[str]]) -> Arrival | None:
         """Record gradients of outputs, of rows of ``tables``; None if there is none, or if the module is frozen."""
-        if self.anchor is None or self.anchors is None or not self.parameter.requires_grad:
+        if self.anchor is None or not self.parameter.requires_grad:
             return None
         if all(one is None for one in gradients):
             return None
@@ -128,17 +128,16 @@ class Marker(NamedTuple):
                 "torch.autograd.grad(..., is_grads_batched=True), but lookups take one at a time: call "
                 "torch.autograd.grad for each output"
             )
+        anchors = self.anchor.anchors
         if not self.is_known:
-            self.anchors.refuse_reader(self.tables)
-        if self.anchors.ledger is not None:
-            self.anchors.ledger.arrive()
+            anchors.refuse_reader(self.tables)
+        if anchors.ledger is not None:
+            anchors.ledger.arrive()
         return self.anchor.arrive(self.parameter, gradients, tables)
 
     def gradient(self, gradients: Sequence[torch.Tensor | None], arrived: Arrival | None) -> Any:
         """Return the gradient of the anchor."""
-        if self.anchors is None or arrived is None:
-            return None
-        return self.anchors.gradient_of(self.parameter, gradients)
+        return None if arrived is None else arrived.anchor.anchors.gradient_of(self.parameter, gradients)
 
 
 class PooledFunction(torch.autograd.Function):

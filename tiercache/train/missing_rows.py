@@ -21,8 +21,9 @@ from tiercache.rows.prefetch import initial_vectors
 from tiercache.store.store_errors import KeyMissingError
 from tiercache.train.row_gradients import RowGradients
 from tiercache.train.row_view import RowView
+from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds
-from tiercache.values.lookups import UNSEEN, GroupRows, RowRequest, Span
+from tiercache.values.lookups import GroupRows, RowRequest, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,10 +36,9 @@ if TYPE_CHECKING:
     from tiercache.store import Store
     from tiercache.store.table import Group, Table
     from tiercache.train.arrivals import Arrival
-    from tiercache.train.raw_samples import Missing
+    from tiercache.train.raw_samples import Missing, RawSamples
     from tiercache.train.row_gradients import Save
     from tiercache.train.row_optimizer import RowOptimizer
-    from tiercache.values.batch import Batch
     from tiercache.values.ids import FoundIds
     from tiercache.values.lookups import RowReader, SavedGradient, Unseen
 
@@ -67,12 +67,6 @@ class CommittedRows:
         out[0][...] = found
 
 
-def check_unseen(unseen: str) -> None:
-    """Raise ValueError unless it is one of ``UNSEEN``."""
-    if unseen not in UNSEEN:
-        raise ValueError(f"invalid unseen {unseen!r}: expected one of {', '.join(map(repr, UNSEEN))}")
-
-
 def unseen_vectors(table: Table, keys: NDArray[np.int64], unseen: Unseen) -> NDArray[np.float32]:
     """Return the vectors (n, dim) of keys that were never trained, of a table without an out-of-vocabulary row.
 
@@ -95,10 +89,12 @@ class MissingRows:
         """optimizer: counts how often rows were stepped."""
         self._schema, self._groups, self._optimizer, self._backend = schema, tuple(groups), optimizer, backend
 
-    def no_rows(self, name: str, *, until_step: bool = False) -> RowView:
-        """Return a view without rows and gradients, of which all keys are missing.
+    def read_only(
+        self, samples: RawSamples, name: str, reader: RowReader, weight: float = 1.0, *, until_step: bool = False
+    ) -> Batch:
+        """Return a batch of samples outside any pass, with the rows that ``reader`` finds and without gradients.
 
-        until_step: later lookups are refused.
+        until_step: lookups after the next step are refused.
         """
         empty = [
             group_rows(
@@ -111,7 +107,10 @@ class MissingRows:
         view.schema = self._schema
         if until_step:
             view.expire_with(self._optimizer)
-        return view
+        places = samples.places()
+        ids = {name: FeatureIds(places[name], one.offsets, one.weights) for name, one in samples.features.items()}
+        made = Batch(samples.label, samples.dense, ids, view, samples.num_samples, weight)
+        return self.add(made, samples.features, places, "load", reader)
 
     def add(
         self,

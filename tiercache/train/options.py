@@ -43,13 +43,9 @@ class TierCacheOptions:
     """
 
     def __post_init__(self) -> None:
-        _check_word("comm_dtype", self.comm_dtype, COMM_DTYPES)
-        _check_word("on_nonfinite", self.on_nonfinite, NONFINITE_MODES)
-
-
-def _check_word(name: str, word: str, allowed: Collection[str]) -> None:
-    if word not in allowed:
-        raise ValueError(f"unknown {name} {word!r}: expected one of {', '.join(map(repr, allowed))}")
+        for name, allowed in (("comm_dtype", COMM_DTYPES), ("on_nonfinite", NONFINITE_MODES)):
+            if (word := getattr(self, name)) not in allowed:
+                raise ValueError(f"unknown {name} {word!r}: expected one of {', '.join(map(repr, allowed))}")
 
 
 def refuse_moved(arguments: Collection[str]) -> None:

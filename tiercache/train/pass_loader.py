@@ -10,7 +10,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Sampler, default_collate, default_convert
 
 from tiercache.errors import DatasetError, StateError
-from tiercache.train.batches import check_size, cut_batches, sample_order
+from tiercache.train.batches import check_size, cut_batches
 from tiercache.train.loaded_batches import LoadedBatch, LoadedBatches
 from tiercache.train.loader_batches import BatchIndices, SeededDataset, as_is, made_batches, own_generator
 from tiercache.train.random_numbers import mixed
@@ -50,7 +50,7 @@ class LoaderPlan:
         if self._size is None:
             yield from self._as_recorded()
             return
-        order = self._order_of(taken.num_samples)
+        order = taken.shuffled(taken.num_samples, shuffle=self._shuffle)
         first = taken.samples_done
         for last, places in cut_batches(order, self._size, first=first, last=taken.num_samples):
             block = int(np.searchsorted(ends, last))
@@ -94,14 +94,8 @@ class LoaderPlan:
     def _sizes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the end of each batch in training order, in samples, and the batches in this order."""
         ends = self._recorded.ends
-        blocks = self._order_of(ends.size)(0, ends.size)
+        blocks = self._pass.shuffled(ends.size, shuffle=self._shuffle)(0, ends.size)
         return np.cumsum(np.diff(ends, prepend=0)[blocks]), blocks
-
-    def _order_of(self, count: int) -> Callable[[int, int], NDArray[np.int64]]:
-        taken = self._pass
-        return sample_order(
-            count, seed=taken.seed, epoch=taken.epoch, sub_dataset=taken.sub_dataset, shuffle=self._shuffle
-        )
 
 
 class PassLoader(DataLoader[Any]):
@@ -220,9 +214,7 @@ class PassSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         taken = self._pass
         taken.rows.check_open()
-        order = sample_order(
-            taken.num_samples, seed=taken.seed, epoch=taken.epoch, sub_dataset=taken.sub_dataset, shuffle=self._shuffle
-        )
+        order = taken.shuffled(taken.num_samples, shuffle=self._shuffle)
         taken.ledger.open_loader()
         for _, places in cut_batches(order, 1 << 12, first=0, last=taken.num_samples):
             yield from self._recorded.indices(places).tolist()

@@ -11,8 +11,9 @@ import torch
 
 from tiercache.errors import StateError
 from tiercache.train.batches import (  # fmt: skip
+    SCHEDULES,
     SizedIterator,
-    check_exchange_schedule,
+    check_word,
     checked_order,
     cut_batches,
     fail,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import SubDatasetView
-    from tiercache.train.batches import BatchPipeline, BatchQueue
+    from tiercache.train.batches import BatchPipeline, BatchQueue, Order
     from tiercache.train.loaded_batches import LoadedBatches
     from tiercache.train.negatives import Negatives
     from tiercache.train.pass_loader import MadeLoader, PassLoader, PassSampler
@@ -205,7 +206,7 @@ class Pass:
         in ``batches``. Raises the errors of ``batches``, and ValueError if ``micro_batches`` is below 1.
         """
         by_owner = is_read_by_owner(read_by)
-        check_exchange_schedule(schedule)
+        check_word("schedule", schedule, SCHEDULES)
         if micro_batches < 1:
             raise ValueError(f"invalid micro_batches {micro_batches}: expected at least 1")
         cuts = self._cuts(size, shuffle)
@@ -245,13 +246,13 @@ class Pass:
     def _cuts(self, size: int, shuffle: bool) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield the end of each batch and its samples, after ``samples_done``."""
         self.source.check_samples()
-        self._checked_order(
-            shuffle=shuffle
-        )  # saved when a batch is handed out: the previous pass may begin the first ones
-        order = sample_order(
-            self.num_samples, seed=self.seed, epoch=self.epoch, sub_dataset=self.sub_dataset, shuffle=shuffle
-        )
+        self._checked_order(shuffle=shuffle)  # saved later: the previous pass may begin the first batches
+        order = self.shuffled(self.num_samples, shuffle=shuffle)
         yield from cut_batches(order, size, first=self.samples_done, last=self.num_samples)
+
+    def shuffled(self, count: int, *, shuffle: bool) -> Order:
+        """Return the order of ``count`` samples or batches of this pass, by its seed if ``shuffle``."""
+        return sample_order(count, seed=self.seed, epoch=self.epoch, sub_dataset=self.sub_dataset, shuffle=shuffle)
 
     @property
     def samples_trained(self) -> int:

@@ -15,12 +15,11 @@ import numpy as np
 import torch
 
 from tiercache.data.dataset_writer import as_keys
-from tiercache.data.raw_batch import NULL_KEY, FeatureKeys
+from tiercache.data.raw_batch import FeatureKeys
 from tiercache.errors import KeyNotInPassError, RankError, StateError
 from tiercache.train.raw_samples import RawSamples
-from tiercache.train.table_module import check_within, refuse_transform
-from tiercache.values.batch import Batch
-from tiercache.values.ids import FeatureIds, NoTensor
+from tiercache.train.table_module import check_within, refuse_reserved, refuse_transform
+from tiercache.values.ids import NoTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from tiercache.train.passes import Pass
     from tiercache.train.raw_keys import RawKeys
     from tiercache.train.table_module import TableModule
+    from tiercache.values.batch import Batch
     from tiercache.values.lookups import RowReader
 
 _NONE = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -108,11 +108,7 @@ def _flat(feature: str, keys: torch.Tensor) -> NDArray[np.int64]:
     if keys.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"the keys of feature {feature!r} are {keys.dtype}: expected torch.int64 or torch.int32")
     found = np.ascontiguousarray(as_keys(f"the keys of feature {feature!r}", keys).reshape(-1))
-    if found.size and int(found.min()) <= NULL_KEY:
-        raise ValueError(
-            f"feature {feature!r} has the key {int(found.min())}: INT64_MIN and INT64_MIN + 1 are the keys of the "
-            "out-of-vocabulary row and the null row, so use another key for such values"
-        )
+    refuse_reserved(found, f"feature {feature!r}")
     return found
 
 
@@ -122,7 +118,7 @@ class PlainKeys:
     def __init__(self, raw: RawKeys, source: Callable[[bool], tuple[Pass | None, int]]) -> None:
         """source: a method of the cache, held weakly: see `TierCache._lookup_source`."""
         self._raw, self._source = raw, weakref.WeakMethod(source)
-        self._tables = {table.name: table for table in raw.reader.tables}
+        self._tables = {table.name: table for table in raw.tables}
         self.committed: RowReader | None = None
         """A reader of the last commit, set while lookups without gradients must not use a collective."""
 
@@ -160,7 +156,7 @@ class PlainKeys:
                     "`for p in cache.passes(...)`, or look them up under torch.no_grad()"
                 )
             current.begin_plain()
-            found, ids = self._raw.reader.find(current.source.whole, {feature.name: keys})
+            found, ids = self._raw.find(current.source.whole, {feature.name: keys})
             missing = found.missing()
             if missing.count:
                 key, (number, batch, advice) = int(keys.keys[missing.first]), _batch_lacking(current)
@@ -188,7 +184,7 @@ class PlainKeys:
             check_within(keys.keys, bound, feature.table)
             if keys.keys.size:
                 requested = {feature.table: np.unique(keys.keys)}
-            self._raw.reader.check_budget(num_samples, requested, budget)
+            self._raw.check_budget(num_samples, requested, budget)
         except Exception as caught:  # raised on all ranks
             error = caught
         reader = self.committed
@@ -197,11 +193,8 @@ class PlainKeys:
             reader = self._raw.exchange.load(lambda: requested, budget, "initial")
         elif error is not None:
             raise error
-        places = np.full(keys.keys.size, -1, np.int32)
-        ids = {feature.name: FeatureIds(places, keys.offsets, None)}
-        rows = self._raw.missing.no_rows("a lookup without gradients")
-        made = Batch(_NONE, _NONE, ids, rows, num_samples)
-        return self._raw.missing.add(made, {feature.name: keys}, {feature.name: places}, "load", reader)
+        samples = RawSamples(num_samples, {feature.name: keys}, _NONE, _NONE, {}, lacking=True)
+        return self._raw.missing.read_only(samples, "a lookup without gradients", reader)
 
     def _check_same(self, feature: Feature, num_samples: int, *, trains: bool, error: Exception | None) -> int:
         """Send this lookup to the other ranks, and return the samples of all.

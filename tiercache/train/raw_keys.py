@@ -16,11 +16,11 @@ from tiercache.kernels.cpu.key_index import KeySet
 from tiercache.kernels.cpu.key_sweeps import search_keys
 from tiercache.rows.backends.cpu import HostFound
 from tiercache.sizes import distinct_sizes
-from tiercache.train.missing_rows import MissingRows, check_unseen
+from tiercache.train.batches import check_word
+from tiercache.train.missing_rows import MissingRows
 from tiercache.train.raw_samples import MISSING, RawSamples, dense_numbers, feature_keys
 from tiercache.train.table_module import check_within
-from tiercache.values.batch import Batch
-from tiercache.values.ids import FeatureIds, FoundIds
+from tiercache.values.ids import FoundIds
 from tiercache.values.lookups import UNSEEN
 
 if TYPE_CHECKING:
@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     from tiercache.data.sub_dataset import SubDataset
     from tiercache.rows.backends.base import Backend, KeyIndex
     from tiercache.schema import Schema
-    from tiercache.store.table import Group, Table
+    from tiercache.store.table import Group
     from tiercache.train.local_exchange import Exchange
     from tiercache.train.raw_samples import Missing
     from tiercache.train.row_optimizer import RowOptimizer
     from tiercache.train.row_view import RowView
+    from tiercache.values.batch import Batch
     from tiercache.values.ids import Found
     from tiercache.values.lookups import RowReader, Unseen
 
@@ -63,26 +64,44 @@ class IndexPlan(NamedTuple):
         return cls(num_keys, num_bytes if room is None or num_bytes <= room else 0)
 
 
-class RawReader:
-    """Reads the samples of loaders, and finds their keys in the key set of a pass. On the training thread.
+@cache
+def _search_threads(_process: int, threads: int) -> ThreadPoolExecutor:
+    """Return the threads of this process, started at their first use: to start them takes longer than a search."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="tiercache-search")
 
-    The backend's index has room for the largest pass and is built at the first batch of each pass. If it does not fit
-    the budget, keys are searched on the CPU in the mapped key set, which takes no memory: keys are in hash order, so
-    this is an interpolation search. It takes 4 to 9 times as long as the CPU's index.
+
+class _Part(NamedTuple):
+    """A rank's part of a batch, as sent to the other ranks."""
+
+    num_samples: int = 0
+    loads: bool = False  # it has keys to load
+    ended: bool = False  # its loader has ended
+    unseen: int = 0  # its choice for keys that were never trained, by its index in `UNSEEN`
+
+
+class RawKeys:
+    """Makes the batches of raw keys of one cache, and finds keys in the key set of a pass. On the training thread.
+
+    The backend's index has room for the largest pass and is built at the first batch of each. If it does not fit the
+    budget, keys are searched in the mapped key set by interpolation, which takes 4 to 9 times as long.
     """
 
     def __init__(
-        self, schema: Schema, tables: Sequence[Table], backend: Backend, plan: IndexPlan, rare: DataKeySet | None = None
-    ) -> None:
-        """rare: the keys that share the out-of-vocabulary row of their table, if the dataset has some."""
-        self._rare = rare
-        self._schema, self.tables, self._backend, self._plan = schema, tuple(tables), backend, plan
+        self, schema: Schema, groups: Sequence[Group], exchange: Exchange, optimizer: RowOptimizer, backend: Backend,
+        plan: IndexPlan, rare: DataKeySet | None,
+    ) -> None:  # fmt: skip
+        """groups: of whole tables. optimizer: counts the steps of rows.
+
+        rare: the keys that share the out-of-vocabulary row of their table, if the dataset has some.
+        """
+        self._schema, self.exchange, self._ranks = schema, exchange, exchange.ranks
+        self._backend, self._plan, self._rare = backend, plan, rare
+        self.tables = tuple(table for group in groups for table in group.tables)
         self._table_numbers = {table.name: t for t, table in enumerate(self.tables)}
         self._table_of = {feature.name: feature.table for feature in schema.features}
-        self.bounds: dict[str, int] = {}
-        """By table, the key range of converted modules; other keys are refused."""
-        self.needs_all = False
-        """True with several ranks: samples must have keys of every feature, as all ranks exchange the same ones."""
+        self.missing = MissingRows(schema, groups, optimizer, backend)
+        self.bounds: dict[str, int] = {}  # by table, the key range of converted modules; other keys are refused
+        self._dense_columns = len(schema.dense)
         self._index: KeyIndex | None = None
         self._indexed: SubDataset | None = None
 
@@ -133,9 +152,9 @@ class RawReader:
 
         Raises KeyNotInPassError for a missing key if ``missing`` is "error", and the errors of ``Pass.batch``.
         """
-        if missing not in MISSING:
-            raise ValueError(f"invalid missing {missing!r}: expected one of {', '.join(map(repr, MISSING))}")
-        num_samples, features = feature_keys(self._schema, keys, weights, (label, dense), needs_all=self.needs_all)
+        check_word("missing", missing, MISSING)
+        needs_all = self._ranks.size > 1  # all ranks exchange keys of the same features
+        num_samples, features = feature_keys(self._schema, keys, weights, (label, dense), needs_all=needs_all)
         for name, of_feature in features.items():
             table = self._table_of[name]
             check_within(of_feature.keys, self.bounds.get(table), table)
@@ -236,45 +255,7 @@ class RawReader:
             list(_search_threads(os.getpid(), threads).map(search, parts))
         return HostFound(found, self._backend.to_device(found))
 
-
-@cache
-def _search_threads(_process: int, threads: int) -> ThreadPoolExecutor:
-    """Return the threads of this process, started at their first use: to start them takes longer than a search."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="tiercache-search")
-
-
-class _Part(NamedTuple):
-    """A rank's part of a batch, as sent to the other ranks."""
-
-    num_samples: int = 0
-    loads: bool = False
-    """True if it has keys to load."""
-    ended: bool = False
-    """True if its loader has ended."""
-    unseen: int = 0
-    """Its choice for keys that were never trained, by its index in `UNSEEN`."""
-
-
-class RawKeys:
-    """Makes the batches of raw keys of one cache. Collective; on the training thread."""
-
-    def __init__(
-        self,
-        schema: Schema,
-        groups: Sequence[Group],
-        exchange: Exchange,
-        optimizer: RowOptimizer,
-        backend: Backend,
-        index: IndexPlan,
-        rare: DataKeySet | None = None,
-    ) -> None:
-        """groups: of whole tables. optimizer: counts the steps of rows. rare: see `RawReader`."""
-        tables = [table for group in groups for table in group.tables]
-        self._schema, self.exchange, self._ranks = schema, exchange, exchange.ranks
-        self.reader = RawReader(schema, tables, backend, index, rare)
-        self.reader.needs_all = self._ranks.size > 1
-        self.missing = MissingRows(schema, groups, optimizer, backend)
-        self._dense_columns = len(schema.dense)
+    # -- batches ------------------------------------------------------------------------------------------
 
     def batch(
         self,
@@ -289,14 +270,14 @@ class RawKeys:
     ) -> tuple[Batch, int] | None:
         """Return this rank's part of batch ``number`` of a pass, and the samples of all ranks; see ``Pass.batch``.
 
-        begin: called first; its errors are raised on all ranks. samples: as for ``RawReader.read``.
+        begin: called first; its errors are raised on all ranks. samples: as for ``read``.
         """
         read, error = None, None
         name = f"batch {number} of {rows.name}"
         try:
             begin()
             if keys is not None:
-                read = self.reader.read(source, keys, pass_name=rows.name, number=number, missing=missing, **samples)
+                read = self.read(source, keys, pass_name=rows.name, number=number, missing=missing, **samples)
                 self._dense_columns = read.dense.shape[1]
         except Exception as caught:  # sent to all ranks
             error = caught
@@ -312,7 +293,7 @@ class RawKeys:
         reader: RowReader | None = None
         if any(part.loads for part in parts):
             lacking = read if missing == "load" else None
-            reader = self.exchange.load(lambda: {} if lacking is None else self.reader.keys_of(lacking))
+            reader = self.exchange.load(lambda: {} if lacking is None else self.keys_of(lacking))
         made, ids = self.exchange.raw(read, rows, name, self._weight(sizes))
         if ids is not None:
             made = self.exchange.named(self.missing.add(made, read.features, ids, missing, reader))
@@ -322,14 +303,14 @@ class RawKeys:
         self, keys: Mapping[str, Any] | None, budget: int, *, unseen: Unseen = "initial", **samples: Any
     ) -> Batch | None:
         """Return a batch outside any pass; see ``TierCache.evaluate_batch``."""
-        check_unseen(unseen)
+        check_word("unseen", unseen, UNSEEN)
         what, read, error, missing_keys = "an evaluation of raw keys", None, None, dict[str, Any]()
         try:
             if keys is not None:
-                read = self.exchange.used(self.reader.read(None, keys, **samples))
+                read = self.exchange.used(self.read(None, keys, **samples))
                 self._dense_columns = read.dense.shape[1]
-                missing_keys = self.reader.keys_of(read)
-                self.reader.check_budget(read.num_samples, missing_keys, budget)
+                missing_keys = self.keys_of(read)
+                self.check_budget(read.num_samples, missing_keys, budget)
         except Exception as caught:  # sent to all ranks
             error = caught
         part = _Part(0 if read is None else read.num_samples, True, read is None, UNSEEN.index(unseen))
@@ -341,12 +322,8 @@ class RawKeys:
             return None
         reader = self.exchange.load(lambda: missing_keys, budget, unseen)
         read = self.exchange.used(self._no_samples(None)) if read is None else read
-        places = read.places()
-        ids = {name: FeatureIds(places[name], one.offsets, one.weights) for name, one in read.features.items()}
         weight = self._weight([part.num_samples for part in parts])
-        rows = self.missing.no_rows(what, until_step=True)
-        made = Batch(read.label, read.dense, ids, rows, read.num_samples, weight)
-        return self.exchange.named(self.missing.add(made, read.features, places, "load", reader))
+        return self.exchange.named(self.missing.read_only(read, what, reader, weight, until_step=True))
 
     def _exchange_parts(self, part: _Part, what: str, error: Exception | None) -> list[_Part]:
         """Return the parts of all ranks. Raises on all ranks if one has an error."""
@@ -369,14 +346,14 @@ class RawKeys:
             if samples is None or not samples.num_samples:
                 ragged = {feature.name for feature in self._schema.features if feature.hotness == "ragged"}
                 keys = {name: tuple(one) if name in ragged else one for name, one in lent.pop("keys").items()}
-                borrowed = self.reader.read(source, keys, **lent, missing=choice)
+                borrowed = self.read(source, keys, **lent, missing=choice)
         if borrowed is None:
             assert samples is not None
             return samples, missing
         return borrowed, choice
 
     def _first_sample(self, samples: RawSamples) -> dict[str, Any]:
-        """Return the first sample as arguments of `RawReader.read`."""
+        """Return the first sample as arguments of ``read``."""
         keys, weights = dict[str, Any](), {}
         for feature in self._schema.features:
             one = samples.features[feature.name].slice(0, 1)
@@ -394,4 +371,4 @@ class RawKeys:
         for feature in self._schema.features:
             none = np.empty(0, np.int64)
             keys[feature.name] = none.reshape(0, feature.length or 0) if feature.hotness == "multi_hot" else none
-        return self.reader.read(source, keys, dense=np.empty((0, self._dense_columns), np.float32))
+        return self.read(source, keys, dense=np.empty((0, self._dense_columns), np.float32))

@@ -12,8 +12,9 @@ import torch
 
 from tiercache.data.dataset_writer import as_keys
 from tiercache.data.python_batches import by_sample, is_collated, is_pair, refuse_listed_pair
-from tiercache.data.raw_batch import NULL_KEY, FeatureKeys, lacks_last, num_samples
+from tiercache.data.raw_batch import FeatureKeys, lacks_last, num_samples
 from tiercache.schema_parts import nearest
+from tiercache.train.table_module import refuse_reserved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -196,12 +197,7 @@ def _check_feature(feature: Feature, values: Any, weights: Any) -> FeatureKeys:
         length = shape[1] if keys.ndim == 2 else 1
         offsets = np.arange(shape[0] + 1, dtype=np.int64) * length
     flat = np.ascontiguousarray(keys.reshape(-1))
-    if flat.size and int(flat.min()) <= NULL_KEY:
-        at = int(np.argmin(flat))
-        raise ValueError(
-            f"{where} has the key {int(flat[at])} at entry {at} of the batch: INT64_MIN and INT64_MIN + 1 are the keys "
-            "of the out-of-vocabulary row and the null row, so use another key for such values"
-        )
+    refuse_reserved(flat, where)
     return FeatureKeys(flat, offsets, None if weights is None else _weights(where, weights, shape))
 
 

@@ -57,6 +57,7 @@ class ResidentRows:
         """Passes begun so far; rows of an unfinished pass have been trained too."""
         self.keys: dict[str, NDArray[np.int64]] = {}
         """All keys by table, in the order of rows."""
+        self._place = {t.name: (g, i) for g, group in enumerate(self.groups) for i, t in enumerate(group.tables)}
         self._first: dict[str, int] = {}
         self._finders: dict[str, ResidentKeys] = {}
         self._slots_PG: list[list[NDArray[np.int32]]] = [
@@ -139,8 +140,9 @@ class ResidentRows:
         report = PassReport(
             pass_index=index, epoch=self.schedule.epoch_of(index), sub_dataset=p, rows=rows, rows_kept=rows,
             rows_generated=0, rows_from_host=0, rows_read=0, rows_read_planned=0, bytes_loaded=0, bytes_read=0,
-            bytes_read_planned=0, durable=_nothing_to_write(),
+            bytes_read_planned=0, durable=threading.Event(),
         )  # fmt: skip
+        report.durable.set()  # there is nothing to write
         return report, [
             group_rows(
                 group,
@@ -184,7 +186,7 @@ class ResidentRows:
         """Return the keys of a table, sorted at the first call."""
         self._check_open()
         if table_name not in self._finders:
-            g, i = self._place(table_name)
+            g, i = self._place[table_name]
             cuts_P = [self.positions.table_starts(p, g)[i : i + 2] for p in range(len(self._slots_PG))]
             slots_P = [slots_G[g][slice(*cuts)] for slots_G, cuts in zip(self._slots_PG, cuts_P, strict=True)]
             self._finders[table_name] = ResidentKeys(self.keys[table_name], self._first[table_name], slots_P)
@@ -198,7 +200,7 @@ class ResidentRows:
         With all rows, they are views on a CPU, except for 16-bit vectors, and copies from a GPU.
         """
         self._check_open()
-        g, first = self._place(table_name)[0], self._first[table_name]
+        g, first = self._place[table_name][0], self._first[table_name]
         slots = slice(first, first + self.keys[table_name].size) if at is None else (first + at).astype(np.int32)
         fields, arrays = self.groups[g].fields[:num_fields], self._arrays_G[g].fields[:num_fields]
         return from_words(fields, [self.backend.read(words, slots) for words in arrays])
@@ -211,12 +213,6 @@ class ResidentRows:
     def _check_open(self) -> None:
         if not self._arrays_G:
             raise StateError(self.closed)
-
-    def _place(self, table_name: str) -> tuple[int, int]:
-        """Return the group of a table, and its index in the group."""
-        return next(
-            (g, i) for g, group in enumerate(self.groups) for i, t in enumerate(group.tables) if t.name == table_name
-        )
 
 
 class ResidentKeys:
@@ -290,9 +286,3 @@ class InMemoryRows:
 def _first_vectors(table: Table, keys: NDArray[np.int64]) -> Callable[[NDArray[np.float32], slice], None]:
     """Return a function that writes the initial vectors of a slice of ``keys``."""
     return lambda words, part: first_vectors(table, keys[part], words)
-
-
-def _nothing_to_write() -> threading.Event:
-    done = threading.Event()
-    done.set()
-    return done

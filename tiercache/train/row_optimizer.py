@@ -154,17 +154,14 @@ class RowOptimizer(torch.optim.Optimizer):
         is_idle = id(anchor.parameter) not in owned and not anchor.pending
         if is_idle and any(id(one.parameter) in owned for one in self.anchors):
             return False
-        return self.owner(anchor, owned) is dense
+        return self._owner(anchor, owned) is dense
 
-    def owner(
-        self, anchor: Anchor, owned: Mapping[int, torch.optim.Optimizer] | None = None
-    ) -> torch.optim.Optimizer | None:
+    def _owner(self, anchor: Anchor, owned: Mapping[int, torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
         """Return the dense optimizer that a module's rows step with: the one that has its anchor.
 
         If no optimizer has any anchor, it is the only optimizer, or None. owned: from ``_owned``. Raises StateError for
         an anchor that is in no optimizer if others are.
         """
-        owned = self._owned() if owned is None else owned
         found = owned.get(id(anchor.parameter))
         if found is None and self.dense:
             if len(self.dense) > 1 or any(id(one.parameter) in owned for one in self.anchors):
@@ -224,7 +221,7 @@ class RowOptimizer(torch.optim.Optimizer):
             owned = self._owned()
             for anchor in mine:
                 anchor.drop_dropped()
-            owners = [self.owner(one, owned) if one.pending else owned.get(id(one.parameter)) for one in mine]
+            owners = [self._owner(one, owned) if one.pending else owned.get(id(one.parameter)) for one in mine]
             mine = [anchor for anchor, owner in zip(mine, owners, strict=True) if owner is dense]
         return [one for anchor in mine for one in anchor.ready()]
 

@@ -34,7 +34,7 @@ def renormalize(lookup: TableLookup, max_norm: float, norm_type: float) -> None:
     if not local.numel():
         return
     slots = backend.tensor(lookup.rows.slot_of_local)[local + int(ids.bases[0])].long()
-    vectors = _vectors(lookup.rows, backend)
+    vectors = vectors_of(lookup.rows, backend)
     found = vectors[slots, : lookup.rows.vectors.dim].float()
     norms = torch.linalg.vector_norm(found, norm_type, dim=1, keepdim=True)
     scaled = torch.where(norms > max_norm, found * (max_norm / (norms + _EPS)), found)
@@ -69,7 +69,7 @@ class RowHooks:
         if not parts:
             return
         slots = torch.unique(torch.cat([backend.tensor(one.slots) for one in parts])).long()
-        vectors, dim = _vectors(step.rows, backend), step.rows.vectors.dim
+        vectors, dim = vectors_of(step.rows, backend), step.rows.vectors.dim
         now = vectors[slots, :dim].float()
         for hook in hooks:
             written = hook(now)
@@ -85,7 +85,7 @@ class RowHooks:
         vectors[slots, :dim] = now.to(vectors.dtype)
 
 
-def _vectors(rows: GroupRows, backend: Backend) -> torch.Tensor:
+def vectors_of(rows: GroupRows, backend: Backend) -> torch.Tensor:
     """Return a view of a group's vectors (slots, dim or more) in their own dtype."""
     found: torch.Tensor = backend.tensor(rows.vectors.values)
     if not rows.vectors.is_narrow:

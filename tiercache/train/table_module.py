@@ -354,6 +354,16 @@ def refuse_transform(tables: Iterable[str]) -> None:
         )
 
 
+def refuse_reserved(keys: NDArray[np.int64], where: str, error: type[Exception] = ValueError) -> None:
+    """Raise ``error`` for the key of a shared row. where: has the keys, in messages."""
+    if keys.size and int(keys.min()) <= NULL_KEY:
+        at = int(keys.argmin())
+        raise error(
+            f"{where} has the key {int(keys[at])} at entry {at} of the batch: INT64_MIN and INT64_MIN + 1 are the keys "
+            "of the out-of-vocabulary row and the null row, so use another key for such values"
+        )
+
+
 def check_within(keys: NDArray[np.int64], bound: int | None, table: str) -> None:
     """Raise IndexError if a key is outside [0, bound), as torch's embeddings do; None: any key is inside."""
     if bound is None or not keys.size or int(keys.view(np.uint64).max()) < bound:  # negative keys are the largest

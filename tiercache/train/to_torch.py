@@ -14,13 +14,15 @@ from torch.nn import functional
 from tiercache.data.dataset_writer import as_keys
 from tiercache.data.raw_batch import OOV_KEY
 from tiercache.store.store_errors import KeyMissingError
+from tiercache.train.batches import check_word
 from tiercache.train.convert import SharedLookup
 from tiercache.train.dense_state import load_module
 from tiercache.train.embedding import Embedding, EmbeddingBag
 from tiercache.train.joint_optimizer import unwrapped
-from tiercache.train.missing_rows import check_unseen, unseen_vectors
+from tiercache.train.missing_rows import unseen_vectors
 from tiercache.train.table_module import TableModule
 from tiercache.train.torchrec_modules import ConvertedBags, ConvertedRows, KeyedCollection
+from tiercache.values.lookups import UNSEEN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,7 +70,7 @@ def to_torch(
     CommitMissingError, StateError if commit ``at`` does not have the state of one module like ``model``, and the errors
     of ``Store.scan``.
     """
-    check_unseen(unseen)
+    check_word("unseen", unseen, UNSEEN)
     store.check_whole()
     model = unwrapped(model)
     if at is not None:

@@ -39,16 +39,14 @@ class _Net(nn.Module):
         return logits
 
 
-def samples_per_second(
-    data: PassDataset, folder: Path, *, device_budget: int, host_budget: int, device: str = "cpu", batch: int = _BATCH
-) -> float:
+def samples_per_second(data: PassDataset, folder: Path, *, device_budget: int, host_budget: int, device: str) -> float:
     """Train one pass with Adam in a temporary store in ``folder``, and return the samples trained per second.
 
     Your own model may be slower or faster: if you know its speed, pass it to `tiercache plan --samples-per-second`.
     Raises the errors of TierCache.
     """
     source = max(data, key=lambda one: one.samples)
-    size = max(1, min(batch, source.samples // (2 * _WARM_BATCHES + 4)))
+    size = max(1, min(_BATCH, source.samples // (2 * _WARM_BATCHES + 4)))
     with tempfile.TemporaryDirectory(prefix=".trial-", dir=folder) as temporary:
         model = _Net(data).to(device)
         dense = torch.optim.Adam(model.parameters())
