@@ -14,8 +14,8 @@ import numpy as np
 
 from tiercache.errors import StateError
 from tiercache.kernels.cpu.samples import shuffled
-from tiercache.store.bits import mix
 from tiercache.store.records import integer
+from tiercache.train.random_numbers import mixed
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -46,11 +46,7 @@ def sample_order(num_samples: int, *, seed: int, epoch: int, sub_dataset: int, s
     """Return the order of a pass's samples: unshuffled, or a permutation by (seed, epoch, sub-dataset)."""
     if not shuffle:
         return in_order
-    words = np.array([seed, epoch, sub_dataset], dtype=np.int64).view(np.uint64)
-    salt = mix(words[:1])
-    for word in words[1:]:
-        salt = mix(salt ^ word)
-    return partial(shuffled, int(salt[0]), num_samples)
+    return partial(shuffled, mixed(seed, epoch, sub_dataset), num_samples)
 
 
 def checked_seed(seed: int) -> int:

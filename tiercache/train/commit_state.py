@@ -94,16 +94,11 @@ class FiniteCheck:
 
     def _bad_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the trainable parameters of registered modules that are not finite; waits for each device once."""
-        named = [
-            (f"{name}.{path}", parameter)
-            for name, value in self._dense.objects.items()
-            if isinstance(value, nn.Module)
-            for path, parameter in value.named_parameters()
-            if parameter.requires_grad and parameter.is_floating_point() and parameter.numel()
-        ]
         by_device: dict[torch.device, list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in named:
-            by_device.setdefault(parameter.device, []).append((name, parameter))
+        for name, value in self._dense.objects.items():
+            for path, one in value.named_parameters() if isinstance(value, nn.Module) else ():
+                if one.requires_grad and one.is_floating_point() and one.numel():
+                    by_device.setdefault(one.device, []).append((f"{name}.{path}", one))
         found = []
         for pairs in by_device.values():
             flags = torch.stack([_is_finite(one) for _, one in pairs]).tolist()

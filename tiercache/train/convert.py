@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from tiercache.data.dataset import PassDataset
-from tiercache.schema import Schema
-from tiercache.train.derived_schema import derive_schema, weight_of
+from tiercache.schema import Feature, Schema
+from tiercache.store.initializer import Normal, Uniform
+from tiercache.store.table import Table
 from tiercache.train.embedding import Embedding, EmbeddingBag
 from tiercache.train.parameter_table import (
     ParameterTable,
@@ -20,9 +22,23 @@ from tiercache.train.parameter_table import (
     warn_of_tables,
 )
 from tiercache.train.plain_keys import refuse_weight, table_weight
-from tiercache.train.replaceable import check_padding, check_replaceable, overlap, place_of, warn_of_references
+from tiercache.train.replaceable import (
+    check_padding,
+    check_replaceable,
+    overlap,
+    place_of,
+    warn_of_references,
+    weight_of,
+)
 from tiercache.train.table_module import TableModule, refuse_attribute, refuse_tables, table_modules
-from tiercache.train.torch_optimizers import as_list, check_owned_once, check_unused, replace_parameters, step_alike
+from tiercache.train.torch_optimizers import (
+    as_list,
+    as_row_optimizer,
+    check_owned_once,
+    check_unused,
+    replace_parameters,
+    step_alike,
+)
 from tiercache.train.torchrec_modules import converted_collection, feature_names, is_collection, tables_of
 from tiercache.values.batch import Batch, JaggedIds
 
@@ -31,10 +47,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tiercache.store.initializer import Initializer
-    from tiercache.store.table import Table
+    from tiercache.store.optimizer import Optimizer
     from tiercache.train.torch_optimizers import OptimizerOfRows
 
 _Lookup = TypeVar("_Lookup", bound=TableModule)
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_ITSELF = "embedding"  # the name of a model that is an embedding itself
 _AFFIXES = {"emb", "embed", "embedding", "embeddings", "bag", "table", "lookup"}
 
 
@@ -98,7 +116,7 @@ def convert(
     if data is None:
         if features is not None:
             raise ValueError("features= maps modules to features of a dataset: pass the dataset, or omit features=")
-        schema, chosen = derive_schema(names, optimizer, initializer)
+        schema, chosen = _derive_schema(names, optimizer, initializer)
     else:
         schema = data if isinstance(data, Schema) else PassDataset.of(data).schema
         chosen = _features_of(model, names, schema, features or {})
@@ -198,6 +216,51 @@ def _names_of(
         check_parameters(model)
         raise ValueError("the model has no nn.Embedding and no nn.EmbeddingBag to convert: check filter_fn too")
     return found
+
+
+def _derive_schema(
+    places: Mapping[Any, Sequence[str]], optimizer: OptimizerOfRows | None, initializer: Initializer | None
+) -> tuple[Schema, dict[Any, list[str]]]:
+    """Return a schema for modules and parameters, by their names in the model, and the feature of each.
+
+    A feature and its table have the name of its module; modules with one weight share a table. Raises ValueError for an
+    unsupported dtype, a collection of torchrec, or an optimizer that rows do not have.
+    """
+    chosen = optimizer if isinstance(optimizer, Mapping) else {}
+    first: dict[int, Table] = {}  # by the id of a weight
+    features, found = list[Feature](), dict[Any, list[str]]()
+    names = {(listed[0] or _ITSELF): one for one, listed in places.items()}
+    if unknown := [name for name in chosen if name not in names]:
+        raise ValueError(f"optimizer= names {unknown[0]!r}, but tc.convert replaces {', '.join(names)}")
+    for name, one in names.items():
+        if is_collection(one):
+            raise ValueError(
+                f"{name} is a {type(one).__name__}, which looks up features of a dataset: pass its schema, as in "
+                "tc.convert(model, PassDataset.open(path))"
+            )
+        weight = weight_of(one)
+        if id(weight) not in first:
+            of_table = as_row_optimizer(chosen.get(name) if isinstance(optimizer, Mapping) else optimizer, name, weight)
+            first[id(weight)] = _table(name, weight, of_table, initializer)
+        features.append(Feature(name=name, table=first[id(weight)].name, hotness="ragged"))
+        found[one] = [name]
+    return Schema(features=tuple(features), tables=tuple(first.values())), found
+
+
+def _table(name: str, weight: torch.Tensor, optimizer: Optimizer | None, initializer: Initializer | None) -> Table:
+    if weight.dtype not in _DTYPES:
+        raise ValueError(
+            f"the weight of {name} is {weight.dtype}, but vectors of rows are {', '.join(_DTYPES.values())}: convert "
+            "the model to one of these first, as in model.float()"
+        )
+    if initializer is not None and not weight.is_meta:
+        raise ValueError(
+            f'initializer= is given, but {name} has weights, from which its rows start: build the model on "meta", or '
+            'choose modules on "meta" by filter_fn'
+        )
+    start: Any = initializer or (Normal() if weight.is_meta else Uniform())
+    table = Table(name=name, dim=weight.shape[1], initializer=start, dtype=_DTYPES[weight.dtype])
+    return table if optimizer is None else replace(table, optimizer=optimizer)
 
 
 def _weights(names: Mapping[Any, list[str]]) -> Iterator[tuple[torch.Tensor, str]]:

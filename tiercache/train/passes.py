@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 
     from tiercache.data.dataset import SubDatasetView
     from tiercache.train.batches import BatchPipeline, BatchQueue, Order
-    from tiercache.train.loaded_batches import LoadedBatches
     from tiercache.train.negatives import Negatives
-    from tiercache.train.pass_loader import MadeLoader, PassLoader, PassSampler
+    from tiercache.train.pass_loader import LoadedBatches, MadeLoader, PassLoader, PassSampler
     from tiercache.train.raw_keys import RawKeys
     from tiercache.train.raw_samples import Missing
     from tiercache.train.row_view import RowView

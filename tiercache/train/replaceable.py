@@ -16,7 +16,6 @@ from torch.nn.utils import parametrize
 
 from tiercache.store.checkpoint import initial_checkpoint_vectors
 from tiercache.store.initializer import Checkpoint
-from tiercache.train.derived_schema import weight_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -135,6 +134,11 @@ def check_padding(old: nn.Embedding, name: str, table: Table) -> None:
             f"row {old.padding_idx} of {name} is padding and is not zero, but a converted module returns zeros for "
             f"padding: {remedy}, or create the module without padding_idx, and the row will be trained"
         )
+
+
+def weight_of(one: nn.Module | nn.Parameter) -> torch.Tensor:
+    """Return the weight (rows, dim) of an embedding of torch, or the parameter itself."""
+    return one if isinstance(one, nn.Parameter) else one.weight  # type: ignore[return-value]
 
 
 def place_of(weight: torch.Tensor) -> Any:
