@@ -37,16 +37,11 @@ if TYPE_CHECKING:
     from tiercache.train.pass_ledger import PassLedger
     from tiercache.train.table_module import TableModule
 
-_UNIT = 2.0**-60
-"""Too small to change a gradient norm; the sum of up to 2^24 units is exact, also after unscaling."""
-_HALF_UNIT = 2.0**-14
-"""The same for 16-bit dtypes with 5 exponent bits."""
-_LARGEST = 2.0**-40
-"""Above every finite anchor gradient from lookups; the gradient of a penalty is larger."""
-_CHECKED_EVERY = 1024
-"""Steps between two checks of a gradient on a GPU, because a check waits for the GPU."""
-_ROUNDING = 1e-3
-"""The tolerance for an average over ranks to be a whole number of units."""
+_UNIT = 2.0**-60  # too small to change a gradient norm; the sum of up to 2^24 units is exact, also after unscaling
+_HALF_UNIT = 2.0**-14  # the same for 16-bit dtypes with 5 exponent bits
+_LARGEST = 2.0**-40  # above every finite anchor gradient from lookups; the gradient of a penalty is larger
+_CHECKED_EVERY = 1024  # steps between two checks of a gradient on a GPU, because a check waits for the GPU
+_ROUNDING = 1e-3  # the tolerance for an average over ranks to be a whole number of units
 
 
 class Anchor:
@@ -54,36 +49,29 @@ class Anchor:
 
     def __init__(self, module: TableModule, anchors: Anchors) -> None:
         self.anchors, self.modules = anchors, list["weakref.ref[TableModule]"]()
-        self.tables = ", ".join(map(repr, module.tables))
-        """Names of the tables, as shown in messages."""
+        self.tables = ", ".join(map(repr, module.tables))  # names of the tables, as shown in messages
         self.table_names = tuple(module.tables)
         self.first_table = module.tables[0] if module.tables else ""
         self.arrived: list[Arrival] = []
         """The gradients since the last step, in the order of their backward passes; some may be dropped already."""
-        self.expired = ""
-        """The pass that ended with these gradients pending: the loop has to drop them."""
+        self.expired = ""  # the pass that ended with these gradients pending: the loop has to drop them
         self._task = -1
         self._lookups = 0
         """Lookups whose gradients arrived since the anchor's was None or 0. Each has added a unit to it."""
-        self._in_task: dict[int, int] = {}
-        """The same for each backward pass that is running, by its number."""
+        self._in_task: dict[int, int] = {}  # the same for each backward pass that is running, by its number
         self._ends: dict[int, weakref.ref[Any]] = {}
         """The callbacks of the running backward passes; torch drops those of a pass that raises."""
-        self._accumulated: set[int] = set()
-        """The running backward passes that have added to the anchor's gradient."""
+        self._accumulated: set[int] = set()  # the running backward passes that have added to the anchor's gradient
         self._is_lent = False
         """True under FSDP: it gives lookups another parameter, and takes its gradient when backward ends."""
-        self._is_hooked = False
-        """True if a hook of the loop returned another gradient in one of these backward passes."""
-        self._seen: SeenGradient | None = None
-        """The anchor's gradient at the end of the last backward."""
+        self._is_hooked = False  # True if a hook of the loop returned another gradient in one of these backward passes
+        self._seen: SeenGradient | None = None  # the anchor's gradient at the end of the last backward
         self._exposed: SeenGradient | None = None
         """The anchor's gradient when the loop got those of rows, if it had changed before."""
         self.writes, self.stepped = ParameterWrites(module, self._value_of), SteppedGradient(self._value_of)
         self._hooked: nn.Parameter | None = None
         self._hook: Any = None
-        self._unchecked = 0
-        """Steps until the next check of a gradient on a GPU."""
+        self._unchecked = 0  # steps until the next check of a gradient on a GPU
 
     def _module(self) -> TableModule | None:
         return next((one for each in self.modules if (one := each()) is not None), None)
@@ -103,8 +91,6 @@ class Anchor:
     def pending(self) -> list[Arrival]:
         """The gradients that the loop has neither stepped nor dropped."""
         return [one for one in self.arrived if one.is_pending]
-
-    # -- in backward ----------------------------------------------------------------------------------------
 
     def arrive(self, parameter: nn.Parameter, gradients: Sequence[torch.Tensor | None],
                tables: Sequence[Collection[str]]) -> Arrival:  # fmt: skip
@@ -150,7 +136,6 @@ class Anchor:
         self._hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def _check_hooks(self, parameter: nn.Parameter) -> None:
-        """Note if hooks on the gradient change it. Raises StateError for hooks that run after it is accumulated."""
         if len(parameter._post_accumulate_grad_hooks) > 1:
             check_hooks(parameter, __name__, self.tables)
         if parameter._backward_hooks:
@@ -163,15 +148,11 @@ class Anchor:
             watch_hooks(parameter, note)
 
     def _end(self, task: int, used: weakref.ref[nn.Parameter]) -> None:
-        """Settle a backward pass, and record the anchor's gradient."""
         self._settle(task, used)
         after_backward(partial(self._note, used))  # DistributedDataParallel queues its own before this one
 
     def _settle(self, task: int, used: weakref.ref[nn.Parameter]) -> None:
-        """Drop the gradients of a backward pass that did not add to the anchor's, as ``torch.autograd.grad`` does.
-
-        Called at its end, or when torch drops a pass in which an error was raised.
-        """
+        """Drop gradients of a backward that did not add to the anchor's, or raised, as ``torch.autograd.grad`` does."""
         if self._ends.pop(task, None) is None:
             return
         is_kept, parameter = task in self._accumulated, used()
@@ -191,7 +172,6 @@ class Anchor:
         self._note(used)
 
     def _note(self, used: weakref.ref[nn.Parameter]) -> None:
-        """Record the anchor's gradient at the end of backward."""
         parameter = used()
         grad = None if parameter is None else parameter.grad
         if grad is not None:
@@ -209,8 +189,6 @@ class Anchor:
             self.writes.end_step(used, module.num_resets, has_stepped=bool(self.arrived))
             if any(one.state is State.STEPPING for one in self.arrived):
                 self.stepped.end_step(None if used is None or _is_sharded(used) else used.grad)
-
-    # -- at the step ----------------------------------------------------------------------------------------
 
     @property
     def is_skipped(self) -> bool:
@@ -244,10 +222,7 @@ class Anchor:
                 self._seen = SeenGradient.of(grad, self._value_of(grad))
 
     def _is_changed(self, grad: torch.Tensor) -> bool:
-        """Return True if the anchor's gradient was written or replaced since the last backward.
-
-        Writes that torch does not count, through ``.data`` or NumPy, are seen on a CPU only.
-        """
+        """Return True if it was written or replaced since the last backward; on a GPU, by writes that torch counts."""
         return self._seen is None or self._seen.differs(grad, self._value_of(grad))
 
     def _value_of(self, tensor: torch.Tensor) -> float | None:
@@ -256,7 +231,6 @@ class Anchor:
 
     @property
     def _has_hooks(self) -> bool:
-        """True if the user registered hooks on the anchor, which may change its gradient."""
         return self._hooked is not None and bool(self._hooked._backward_hooks)
 
     def _is_rescaled(self, grad: torch.Tensor) -> bool:
@@ -302,7 +276,6 @@ class Anchor:
         return [leaf for one in self.pending for leaf in one.placeholders]
 
     def _check_rescaled(self, written: torch.Tensor | None, found: Sequence[Arrival]) -> None:
-        """Raise StateError if the anchor's gradient was changed but not the gradients of its rows."""
         if written is not None and any(one.is_untouched for one in found) and self._is_rescaled(written):
             raise StateError(
                 f"gradients were changed between backward and step, but not for the rows of {self.tables}, as by "
@@ -341,7 +314,6 @@ class Anchor:
             self.expired = where
 
     def _check_expired(self) -> None:
-        """Raise StateError unless the gradients of rows that are gone were dropped."""
         if self.pending:
             raise StateError(
                 f"gradients of {self.tables} from {self.expired} were neither stepped nor dropped when it ended: "
@@ -383,19 +355,15 @@ class Anchors:
     def __init__(self) -> None:
         self._anchors: dict[int, Anchor] = {}
         """By id of the module. A plain dictionary, because every step iterates over it several times."""
-        self._addresses: set[int] = set()
-        """The addresses of pending gradients."""
+        self._addresses: set[int] = set()  # the addresses of pending gradients
         self.flags_overflow = False
         """True to make an anchor's gradient infinite if a gradient of its rows is not finite. Ranks that average it
         then all see it, and each GradScaler skips the step."""
-        self.is_queued = False
-        """True if the backend queues its work: reading a gradient would wait for it."""
+        self.is_queued = False  # True if the backend queues its work: reading a gradient would wait for it
         self.is_stepped = False
         """True once the cache took a step, or has an optimizer or a model of rows alone. Else rows may never step."""
-        self.ledger: PassLedger | None = None
-        """The ledger of the pass whose rows are trained."""
-        self.readers: weakref.WeakSet[TableModule] = weakref.WeakSet()
-        """The registered modules that look up rows."""
+        self.ledger: PassLedger | None = None  # the ledger of the pass whose rows are trained
+        self.readers: weakref.WeakSet[TableModule] = weakref.WeakSet()  # the registered modules that look up rows
         self.is_closed_to_others = False
         """True if unregistered modules must not train rows, because no commit has their model."""
 
@@ -468,8 +436,6 @@ class Anchors:
         """Make anchors skip a step if ``found``, of one element, is not 0; does not wait for a GPU."""
         for anchor in self:
             anchor.flag_overflow(found)
-
-    # -- called by the loop -----------------------------------------------------------------------------------
 
     def note_step(self, *, applied: bool) -> None:
         """Record a step of the cache's optimizer. applied: True if it finds gradients of rows."""

@@ -20,10 +20,8 @@ class State(Enum):
     """The state of a lookup's gradients."""
 
     PENDING = auto()
-    STEPPING = auto()
-    """The running step applies it."""
-    ENDED = auto()
-    """Stepped or dropped."""
+    STEPPING = auto()  # the running step applies it
+    ENDED = auto()  # stepped or dropped
 
 
 class Arrival:
@@ -43,16 +41,13 @@ class Arrival:
         self._placeholders: list[torch.Tensor | None] | None = None
         self._sums: list[float | None] = [None] * len(gradients)
         """Sums of the gradients on a CPU once the loop may write them, also in ways that torch does not count."""
-        self.is_accumulated = False
-        """True once its backward has ended and added to the anchor's gradient."""
-        self.is_passed_over = False
-        """True once another optimizer has stepped."""
+        self.is_accumulated = False  # True once its backward has ended and added to the anchor's gradient
+        self.is_passed_over = False  # True once another optimizer has stepped
 
     @property
     def placeholders(self) -> list[torch.Tensor]:
-        """Leaves with the shapes of the outputs, holding the gradients that were not dropped.
-
-        They are created on demand, because most steps need none.
+        """Leaves with the shapes and the undropped gradients of the outputs; made on demand, because most steps need
+        none.
         """
         if self._placeholders is None:
             self._placeholders = [None if one is None else _placeholder(one) for one in self._gradients]

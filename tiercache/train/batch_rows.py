@@ -28,19 +28,16 @@ if TYPE_CHECKING:
 
 
 class BatchIds(dict[str, FeatureIds]):
-    """Ids by feature, for features that some module looks up and no other rank pools.
-
-    Like a dict, but ``ids[name]`` of any other name raises KeyError with an explanation.
+    """Ids by feature, for features that some module looks up and no other rank pools; others raise KeyError with
+    advice.
     """
 
     def __init__(self, ids: Mapping[str, FeatureIds], modes: Mapping[str, str], features: Iterable[str]) -> None:
         """modes: by feature, the pooling modes of features pooled elsewhere; features: all features of the schema."""
         super().__init__(ids)
-        self._modes, self.features = dict(modes), tuple(features)
-        """All features of the schema, in order."""
+        self._modes, self.features = dict(modes), tuple(features)  # all features of the schema, in order
 
     def __missing__(self, name: str) -> FeatureIds:
-        """Raise KeyError."""
         if name in self._modes:
             raise KeyError(
                 f"feature {name!r} is pooled by {self._modes[name]} on the rank that owns its table, so the batch has "
@@ -59,8 +56,7 @@ class BatchIds(dict[str, FeatureIds]):
 class ExchangedBatch:
     """A batch whose input was exchanged. In host memory."""
 
-    samples: EncodedBatch | None
-    """This rank's samples; None for a batch of raw keys, which keeps them elsewhere."""
+    samples: EncodedBatch | None  # this rank's samples; None for a batch of raw keys, which keeps them elsewhere
     weight: float
     end: int
     input: ExchangedInput
@@ -86,10 +82,8 @@ class BatchRows(RowView):
         }
         """Features that other ranks pool, by name; their vectors arrive with the rows."""
         self.bags: PooledBatch | None = None
-        self.slots = torch.empty(0, dtype=torch.int32, device="cpu")
-        """The slots from `RowExchange.serve`."""
-        self.raw: Mapping[str, FeatureKeys] = {}
-        """The keys of a batch of raw keys, by feature."""
+        self.slots = torch.empty(0, dtype=torch.int32, device="cpu")  # the slots from `RowExchange.serve`
+        self.raw: Mapping[str, FeatureKeys] = {}  # the keys of a batch of raw keys, by feature
 
     def is_key(self, feature: str, ids: FeatureIds | FoundIds, key: int) -> NDArray[np.bool_]:
         """Compare the ids that the batch had in its pass, or its raw keys, with ``key``."""

@@ -58,10 +58,7 @@ def checked_seed(seed: int) -> int:
 
 
 def cut_batches(order: Order, size: int, *, first: int, last: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield (end position, samples) of each batch for the positions [first, last); the last may be short.
-
-    Raises ValueError for a size below 1.
-    """
+    """Yield (end position, samples) of each batch for the positions [first, last); the last may be short."""
     size = check_size(size)
     for begin in range(first, last, size):
         end = min(begin + size, last)
@@ -79,11 +76,7 @@ def check_epochs(epochs: int) -> None:
 def checked_order(
     name: str, samples_done: int, order: Mapping[str, object] | None, last: int | None, requested: dict[str, object]
 ) -> dict[str, object]:
-    """Return the order of a pass from its settings.
-
-    last: all its samples, if its batches were iterated to their end. Raises StateError in that case, and if its first
-    samples were taken in another order.
-    """
+    """Return the requested order. Raises StateError if samples were taken in another, or all of them (``last``)."""
     if requested["shuffle"]:
         requested = requested | {"by": SHUFFLED_BY}
     if last is not None and samples_done >= last:
@@ -168,10 +161,9 @@ class BatchPipeline:
     ) -> BatchQueue:
         """Return a queue of the batches of ``requests``, in order, of which none is made yet.
 
-        Samples of up to ``prefetch`` batches are read ahead, on as many threads. 0 reads them when they are requested;
-        None is the backend's default, with several ranks at least 1. ``overlap``: no step comes between these batches,
-        so rows may be exchanged ahead too. ``following`` returns the queue whose first batches are made after all of
-        this one. Raises ValueError for less than 0, StateError in a fork of the process.
+        Samples of up to ``prefetch`` batches are read ahead, on as many threads; 0: when requested, None: the default.
+        overlap: no step comes between, so rows may be exchanged ahead too. following: returns the queue of the next
+        pass. Raises ValueError for less than 0.
         """
         depth = max(self._backend.ahead, exchange.least_ahead) if prefetch is None else prefetch
         if depth < 0:
@@ -231,16 +223,14 @@ class BatchQueue:
         self._threads, self._following = threads, following
         self._next: BatchQueue | None = None
         self.pending: deque[Callable[[], Any] | Future[Any]] = deque()
-        self._reads = set[Future[Any]]()
-        """Unfinished batches on threads."""
-        self._last: Future[Any] | None = None
-        """The newest request, if ranks exchange requests."""
+        self._reads = set[Future[Any]]()  # unfinished batches on threads
+        self._last: Future[Any] | None = None  # the newest request, if ranks exchange requests
 
     def batches(self, before: Callable[[], None] | None = None, *, overlap: bool = False) -> Iterator[Batch]:
-        """Yield the batches.
+        """Yield the batches; the queue is closed when the iterator ends, or the rows do.
 
         ``before`` is called before a batch is handed out, or its rows are exchanged. Its errors, and errors in making a
-        batch, are raised in its place, on all ranks. The queue is closed when the iterator ends, or the rows do.
+        batch, are raised in its place, on all ranks.
         """
         exchange, rows = self._exchange, self._rows
         with rows.in_use(self.close):

@@ -494,7 +494,6 @@ class TierCache(CacheFacts):
         self._rows.check_process()
 
     def _check_stored(self, what: str) -> RankRows:
-        """Return the rows of the store. Raises StateError without a store."""
         if not isinstance(self._rows, RankRows):
             raise StateError(f"{what} needs a store, but this cache has none: pass the path of one to TierCache")
         return self._rows

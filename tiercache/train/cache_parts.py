@@ -64,8 +64,7 @@ if TYPE_CHECKING:
 class CacheParts:
     """The parts of a cache, closed in the reverse of their opening order."""
 
-    store: Store | None = None
-    """The store, or this rank's shard of it."""
+    store: Store | None = None  # the store, or this rank's shard of it
 
     def __init__(
         self,
@@ -156,8 +155,7 @@ class CacheParts:
             row_optimizer.anchors.is_closed_to_others = store is not None
             row_optimizer.anchors.flags_overflow, row_optimizer.num_ranks = ranks.size > 1, ranks.size
             row_optimizer.anchors.is_queued = self.backend.queues
-            self.modules: list[nn.Module] = []
-            """The registered modules."""
+            self.modules: list[nn.Module] = []  # the registered modules
             self.exchange = self._open_exchange(live_rows, comm_dtype)
             index = IndexPlan.of(data, self.backend, free_bytes)
             self.index_bytes = index.num_bytes
@@ -245,7 +243,6 @@ class CacheParts:
 
 
 def _refuse_unused(arguments: Mapping[str, object]) -> None:
-    """Raise ValueError for an argument that a cache without a store does not use."""
     if found := [name for name, value in arguments.items() if value is not None]:
         raise ValueError(
             f"a cache without a store does not use {found[0]}, because all rows stay on the device and nothing is "

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 
 NONFINITE_MODES = ("stop", "warn", "ignore")
-_PIECE = 1 << 20
-"""Numbers checked at a time."""
+_PIECE = 1 << 20  # numbers checked at a time
 
 
 class FiniteCheck:
@@ -45,8 +44,7 @@ class FiniteCheck:
 
     def __init__(self, mode: str, backend: Backend, dense: DenseState) -> None:
         self._mode, self._backend, self._dense = mode, backend, dense
-        self._known: set[int] = set()
-        """Parameters that were not finite when the loop began."""
+        self._known: set[int] = set()  # parameters that were not finite when the loop began
         self._found: str | None = None
         self._warned: PassLedger | None = None
 

@@ -200,7 +200,6 @@ class SharedLookup(nn.Module):
 def _names_of(
     model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None, *, required: bool
 ) -> dict[Any, list[str]]:
-    """Return the modules to be replaced, each with all its names. Raises ValueError if there is none."""
     found: dict[Any, list[str]] = {}
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules(remove_duplicate=False):
@@ -264,7 +263,6 @@ def _table(name: str, weight: torch.Tensor, optimizer: Optimizer | None, initial
 
 
 def _weights(names: Mapping[Any, list[str]]) -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield the weight and the name of each embedding and parameter."""
     for old, places in names.items():
         if not is_collection(old):
             yield weight_of(old), places[0]
@@ -273,7 +271,6 @@ def _weights(names: Mapping[Any, list[str]]) -> Iterator[tuple[torch.Tensor, str
 def _features_of(
     model: nn.Module, names: Mapping[Any, list[str]], schema: Schema, features: Mapping[str, str | Sequence[str]]
 ) -> dict[Any, list[str]]:
-    """Return the features of each module. Raises ValueError if they are unknown."""
     known, listed_by = [feature.name for feature in schema.features], dict[str, list[str]]()
     for name, value in features.items():
         listed = [value] if isinstance(value, str) else [*value]
@@ -365,7 +362,6 @@ class _Replacer:
     def _prepared(
         self, made: _Lookup, weight: torch.Tensor, kept: dict[str, torch.Tensor], *, is_training: bool
     ) -> _Lookup:
-        """Return a new module with the settings of the weight that it replaces."""
         made.weights, made.num_embeddings = kept, weight.shape[0]
         made.bounds = {name: weight.shape[0] for name in made.tables if name not in self._schema.open_tables}
         made.requires_grad_(weight.requires_grad)
@@ -373,7 +369,6 @@ class _Replacer:
         return made.train(is_training)
 
     def _collection(self, old: Any, name: str, features: Sequence[str]) -> nn.Module:
-        """Return the replacement of a collection of torchrec."""
         if len(features) != len(feature_names(old)):
             raise ValueError(
                 f"{name} looks up {', '.join(feature_names(old))}, but {len(features)} features of the schema replace "

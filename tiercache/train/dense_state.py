@@ -27,13 +27,11 @@ if TYPE_CHECKING:
 
 _PLAIN = {int, float, complex, str, bytes, bool, type(None)}
 """Exactly these types: a numpy number may be a subclass of float, but cannot be read back safely."""
-_TENSOR_BYTES = 2048
-"""More than the bytes that torch adds per parameter in a file."""
+_TENSOR_BYTES = 2048  # more than the bytes that torch adds per parameter in a file
 _DATA_PARALLEL = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _RESTORING = "restoring the last commit"
 
-RandomStates = dict[str, Any]
-"""The states of random generators, as a commit stores them."""
+RandomStates = dict[str, Any]  # the states of random generators, as a commit stores them
 
 
 class DenseState:
@@ -47,10 +45,8 @@ class DenseState:
         self._backend = backend
         self.objects: dict[str, Any] = {}
         """The registered objects by name: modules, optimizers and others with a state_dict."""
-        self.same: frozenset[str] = frozenset()
-        """The names of objects that rank 0 stores for all ranks."""
-        self._shared = self.same
-        """Those that rank 0 stores for this rank."""
+        self.same: frozenset[str] = frozenset()  # the names of objects that rank 0 stores for all ranks
+        self._shared = self.same  # those that rank 0 stores for this rank
         self._buffered: frozenset[str] = frozenset()
         """Modules of ``same`` whose buffers differ between ranks, so each rank stores its own."""
         self._restored: set[str] = set()
@@ -130,11 +126,7 @@ class DenseState:
         return save
 
     def most_bytes(self) -> int:
-        """Return approximately the maximum bytes that a commit stores, with two tensors per parameter for unstepped
-        optimizers.
-
-        The user's own objects may need more.
-        """
+        """Return about the most bytes that a commit stores, with two tensors per parameter for unstepped optimizers."""
         total = len(self.capture()())
         for name, value in self.objects.items():
             if isinstance(value, torch.optim.Optimizer) and not value.state and name not in self._shared:
@@ -201,10 +193,7 @@ class DenseState:
         return [name for name, value in self.objects.items() if _is_sharded(value)]
 
     def restore(self, data: bytes, ranks: AnyCommunicator) -> None:
-        """Restore all objects and generators from ``data``: this rank's stored bytes, or b"" if no rank stored any.
-
-        Raises StateError if the names differ. Collective.
-        """
+        """Restore all from ``data``, b"" if no rank stored any. Raises StateError if the names differ. Collective."""
         with ranks.raise_on_all(_RESTORING):
             state = _read(data) if data else {"objects": {}, "shared": []}
         if any(ranks.all_gather_object(bool(state["shared"]))):
@@ -248,10 +237,7 @@ class DenseState:
 
 
 def load_module(module: nn.Module, data: bytes, commit: str) -> None:
-    """Load the state of a module like this one from a commit, registered under any name.
-
-    ``commit``: its name in messages. Raises StateError if the commit has no such state, or several.
-    """
+    """Load a module's state from a commit, under any name. Raises StateError if the commit has none, or several."""
     shapes = _shapes(module.state_dict())
     if not shapes:
         return
@@ -272,7 +258,6 @@ def load_module(module: nn.Module, data: bytes, commit: str) -> None:
 
 
 def _shapes(state: dict[str, Any]) -> dict[str, object]:
-    """Return the shape of each tensor of a state, and the type of other values."""
     return {key: tuple(one.shape) if isinstance(one, torch.Tensor) else type(one) for key, one in state.items()}
 
 
@@ -286,7 +271,6 @@ def _state_of(value: Any, anchors: Collection[int]) -> dict[str, Any]:
 
 
 def _sharded(kept: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return a state with DTensors where the module has them."""
     current = module.state_dict()
     return {name: _part_of(current.get(name), value) for name, value in kept.items()}
 
@@ -316,7 +300,6 @@ def _part_of(whole: Any, part: Any) -> Any:
 
 
 def _of_rank_0(data: bytes, ranks: AnyCommunicator) -> bytes:
-    """Return the bytes that rank 0 has."""
     size = ranks.all_gather_object(len(data))[0]
     sent = torch.from_numpy(np.frombuffer(b"" if ranks.rank else data, np.uint8).copy()).to(ranks.device)
     return ranks.all_gather(sent, [size] + [0] * (ranks.size - 1)).cpu().numpy().tobytes()
@@ -383,7 +366,6 @@ def _names(names: set[str]) -> str:
 
 
 def _line(error: Exception) -> str:
-    """Return a possibly multi-line message of torch as one line."""
     return " ".join(str(error).split()).rstrip(".:")
 
 
@@ -419,10 +401,7 @@ def _read(data: bytes) -> Any:
 
 
 def _record_events(state: object) -> dict[int, torch.cuda.Event]:
-    """Record an event on the current stream of each GPU that has tensors of a state, and of no other GPU.
-
-    On another GPU it would create a context, which takes hundreds of megabytes.
-    """
+    """Record an event on each GPU that has tensors of a state; on others it would create a context of 100s of MB."""
     devices = sorted({tensor.device.index for tensor in tensors_of(state) if tensor.device.type == "cuda"})
     return {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
@@ -462,7 +441,6 @@ def _map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _refuse_unstorable(value: Any, path: str, *, is_key: bool = False) -> None:
-    """Name the first value in a state that is neither a tensor with values nor plain."""
     if isinstance(value, dict):
         for key, item in value.items():
             _refuse_unstorable(key, f"{path}[{key!r}]", is_key=True)

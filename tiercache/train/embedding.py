@@ -217,7 +217,6 @@ class EmbeddingCollection(TableModule):
         return [name for part in parts for name in part.features], (marker, batch.rows.backend, lookups)
 
     def _by_name(self, batch: Batch, names: Sequence[str], outs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the vectors of each feature."""
         found: dict[str, torch.Tensor] = {}
         for name, out in zip(names, outs, strict=True):
             spec = self.feature_specs[name]
@@ -237,7 +236,6 @@ _PADDING_IDX = property(lambda module: module.padding, doc="The padding key.")
 
 
 def _set_scale_grad_by_freq(module: TableModule, value: bool) -> None:
-    """Raise ValueError for True, which torch's modules can be set to at any time."""
     if value:
         raise ValueError(
             f"scale_grad_by_freq of the module that looks up {module.features[0]!r} was set to {value}, but it is "
@@ -309,7 +307,6 @@ class EmbeddingBag(EmbeddingBagCollection):
         return super().forward(batch, weights)
 
     def _as_float32(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return weights of the module's dtype, as torch requires, as float32. Raises TypeError for another type."""
         if not isinstance(weights, torch.Tensor):
             raise TypeError(
                 f"per_sample_weights are a {type(weights).__name__}: expected a tensor of torch.float32, with a "
@@ -336,7 +333,6 @@ class EmbeddingBag(EmbeddingBagCollection):
 
     @not_compiled
     def _of_keys(self, keys: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None) -> torch.Tensor:
-        """Look up bags of keys, except padding."""
         name = self.features[0]
         bags = bag_input(name, keys, offsets, has_last=self.include_last_offset)
         if weights is not None:
@@ -398,7 +394,6 @@ class Embedding(EmbeddingCollection):
 
     @not_compiled
     def _of_keys(self, keys: torch.Tensor) -> torch.Tensor:
-        """Look up keys, except padding."""
         flat, kept = row_input(self.features[0], keys), None
         if self.padding is not None:
             flat, kept = flat.without(self.padding)
@@ -418,7 +413,6 @@ def _kept(batch: Batch, feature: str, padding: int) -> torch.Tensor:
 
 
 def _check_batch(module: TableModule, batch: object) -> None:
-    """Raise TypeError for anything but a batch."""
     if not isinstance(batch, Batch):
         raise TypeError(
             f"{type(module).__name__} looks up whole batches, but got a {type(batch).__name__}: pass it a "
@@ -428,7 +422,6 @@ def _check_batch(module: TableModule, batch: object) -> None:
 
 
 def _batch_of(ids: Any, offsets: object, feature: str) -> Batch:
-    """Return the batch that ids belong to."""
     if offsets is not None:
         raise TypeError(f"offsets were given with feature {feature!r}: a feature of a batch has its own, so pass none")
     if isinstance(ids, JaggedIds):

@@ -22,17 +22,15 @@ _KEPT = (
     "prefetch_factor",
 )  # fmt: skip
 """DataLoader settings that the loaders of passes also use."""
-_IN_ANY_ORDER = ("SequentialSampler", "RandomSampler")
-"""Recorded samplers whose samples a loop may shuffle or not."""
+_IN_ANY_ORDER = ("SequentialSampler", "RandomSampler")  # recorded samplers whose samples a loop may shuffle or not
 
 
 class EpochLoader:
     """Replaces a loader in a loop over epochs: iteration e yields the batches of epoch e, pass by pass.
 
-    `TierCache.loader` makes it. Batches of an epoch that are already trained are left out, so a script that runs again
-    yields nothing until it reaches the last commit. An epoch is committed when its iteration ends; what the script does
-    after that, such as a step of a scheduler, belongs to the next commit. Such a script repeats it for each epoch that
-    it skips, so the last commit is loaded again where the repeated steps begin to count.
+    `TierCache.loader` makes it. Batches of committed epochs are left out, so a script that runs again yields nothing
+    until it reaches the last commit. An epoch is committed when its iteration ends; what the script does after that,
+    such as a step of a scheduler, belongs to the next commit and is repeated: the last commit is loaded again for it.
     """
 
     def __init__(
@@ -55,8 +53,7 @@ class EpochLoader:
         """The epochs that were trained before, and the first iteration that continues from the last commit: the last
         of these if the commit ends it, else the next."""
         self._passes: Iterator[Pass] | None = None
-        self._next: Pass | None = None
-        """The first pass of a later epoch, if it has been requested."""
+        self._next: Pass | None = None  # the first pass of a later epoch, if it has been requested
         self.epoch = -1
         """The epoch of the last iteration, counted from 0."""
         self.current_pass: Pass | None = None

@@ -76,10 +76,9 @@ class Evaluation:
     ) -> Iterator[Evaluation]:
         """Cut every pass into slices and read their rows, one slice at a time. Collective.
 
-        live_rows: returns a reader of current rows, which a later step or pass makes invalid. optimizer: steps them.
         multiple: slices have a multiple of this number of samples, except at the end of a pass. Raises BudgetError if
-        the rows of ``multiple`` samples exceed ``budget`` bytes on some rank, and RankError if ranks differ in the
-        dataset or in ``multiple``.
+        the rows of ``multiple`` samples exceed ``budget`` bytes on some rank, RankError if ranks differ in dataset or
+        multiple.
         """
         check_size(multiple)
         positions, ranks = RowOffsets.of(passes, live_rows().groups), exchange.ranks
@@ -131,7 +130,6 @@ class EvaluationBatches:
         self._cache, self._passes, self._size, self._options = cache, passes, size, options
 
     def __len__(self) -> int:
-        """Return the number of batches of each iteration."""
         return sum(num_batches(one.samples, self._size) for one in self._passes.passes)
 
     def __iter__(self) -> Iterator[Batch]:

@@ -66,11 +66,7 @@ def _kept(optimizer: torch.optim.Optimizer, anchors: Collection[int]) -> list[li
 
 
 def unwrapped_objects(objects: Mapping[str, Any], own: JointOptimizer) -> dict[str, Any]:
-    """Return objects without their wrappers, and the dense optimizer of another cache's optimizer.
-
-    own: the optimizer of the cache, which is left out because every commit has it. Raises StateError for an optimizer
-    of another cache with several dense optimizers.
-    """
+    """Return objects without their wrappers and ``own``, and the dense optimizer of another cache's optimizer."""
     found = {}
     for name, value in objects.items():
         inner = unwrapped(value)
@@ -171,13 +167,12 @@ class JointOptimizer(torch.optim.Optimizer):
         check_defaults([*objects, *rows.anchors.readers], rows.dense)
 
     def register_row_hook(self, table: str, hook: RowHook) -> RemovableHandle:
-        """Call ``hook`` after each step of ``table`` with the updated vectors, and write back the vectors that it
-        returns.
+        """Call ``hook`` after each step of ``table`` with the updated vectors, and write back those that it returns.
 
         For constraints, such as TransE's ``lambda vectors: functional.normalize(vectors, dim=1)``. The hook gets
-        float32 (rows, dim) on the device of the rows, each row once, and returns the same shape; optimizer state stays.
-        16-bit vectors are rounded to nearest. Hooks are not committed: register them in each run, before training. The
-        handle's ``remove()`` ends it. Raises ValueError for an unknown table, StateError with several ranks.
+        float32 (rows, dim) on the device of the rows, each row once, and returns the same shape; 16-bit vectors are
+        rounded to nearest. Register hooks in each run, before training: they are not committed. The handle's
+        ``remove()`` ends one. Raises ValueError for an unknown table, StateError with several ranks.
         """
         self.rows.check_one_rank("a row hook")
         if table not in (known := [group["table"] for group in self.rows.groups_of(None)]):
@@ -213,8 +208,6 @@ class JointOptimizer(torch.optim.Optimizer):
         """True if a scheduler of torch changes the rates of all groups or of a part."""
         every = (self, *self._parts.values())
         return any(hasattr(one.step, "_wrapped_by_lr_sched") for one in every)
-
-    # -- the interface of torch's optimizers ------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -268,7 +261,6 @@ class JointOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined] # else torch wraps it in a record for profilers, which takes 20 us
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step without hooks; see ``step``."""
         loss, dense = None, self.dense
         for one in dense:
             if type(one) is torch.optim.LBFGS:
@@ -358,8 +350,7 @@ class ScheduleCheck:
 
     def __init__(self, joint: JointOptimizer) -> None:
         self._joint = joint
-        self._first: dict[int, list[float]] = {}
-        """The rates of each optimizer when the loop began, by its id."""
+        self._first: dict[int, list[float]] = {}  # the rates of each optimizer when the loop began, by its id
         self._is_warned = False
 
     def begin(self) -> None:
@@ -380,7 +371,6 @@ class ScheduleCheck:
             )
 
     def _follows_schedule(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if an optimizer has a scheduler, or rates that differ from its first ones."""
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         first = self._first.setdefault(id(optimizer), rates)
         changed = any(now != then for now, then in zip(rates, first, strict=False))  # groups may be added later

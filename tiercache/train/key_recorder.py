@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from tiercache.values.batch import Batch
     from tiercache.values.lookups import Unseen
 
-_FORWARD = 3
-"""The purpose of the model's random numbers, for `mixed`."""
+_FORWARD = 3  # the purpose of the model's random numbers, for `mixed`
 _PATTERNS = 61
 
 
@@ -66,11 +65,7 @@ def schema_of(model: nn.Module) -> Schema:
 
 
 class KeyRecorder:
-    """Finds the keys of batches by running a copy of the model, or by a function of the user's.
-
-    The copy's lookups return nonzero rows that depend on the key alone. The model, its buffers and its gradients do not
-    change; the generators of random numbers do.
-    """
+    """Finds the keys of batches by running a copy of the model, or by a function; changes the random generators."""
 
     unseen: Unseen = "initial"
 
@@ -89,8 +84,7 @@ class KeyRecorder:
         self._bounds = {table: bound for one in self._modules.values() for table, bound in one.bounds.items()}
         self._lookups: list[tuple[str, NDArray[np.int64]]] = []
         self._num_samples = 0
-        self._batch = ""
-        """The name of the batch that is being recorded."""
+        self._batch = ""  # the name of the batch that is being recorded
         if keys is None:
             device = next(iter(self._modules.values())).anchor.device
             backend = open_backend(device if device.type == "cuda" else "cpu", schema.ordered_tables)
@@ -122,10 +116,7 @@ class KeyRecorder:
         count = max(1, self._num_samples) if indices is None else indices.size
         return RecordedBatch(keys_of, digests, count, indices)
 
-    # -- by running the model -------------------------------------------------------------------------------
-
     def _copy(self, model: nn.Module) -> nn.Module:
-        """Return a copy without tables, whose modules look up keys here."""
         memo: dict[int, Any] = {id(one.weights): {} for one in self._modules.values()}
         try:
             copied = cast("nn.Module", copy.deepcopy(getattr(model, "_orig_mod", model), memo))
@@ -140,7 +131,6 @@ class KeyRecorder:
         return copied
 
     def _run(self, number: int, batch: Any) -> None:
-        """Run the model on a batch, with gradients enabled as in training."""
         seed_generators(mixed(self._seed, _FORWARD, number))
         with torch.enable_grad():
             if self._call is not None:
@@ -177,8 +167,6 @@ class KeyRecorder:
         numbers = (hash_keys(keys, table.table_id) % np.uint64(_PATTERNS)).astype(np.int64)
         out[0][...] = self._patterns[numbers, : table.dim]
 
-    # -- by a function --------------------------------------------------------------------------------------
-
     def _take(self, given: Any) -> None:
         if not isinstance(given, Mapping):
             raise TypeError(
@@ -209,12 +197,10 @@ class KeyRecorder:
         return module.tables[0]
 
     def _padding_of(self, table: str) -> int | None:
-        """Return the padding key that all modules of a table share, or None."""
         found = {one.padding for one in self._modules.values() if table in one.tables}
         return found.pop() if len(found) == 1 else None
 
     def _check(self, name: str, table: str, keys: NDArray[np.int64], bound: int | None) -> None:
-        """Raise IndexError if a key is outside the rows of the module that was converted."""
         try:
             check_within(keys, bound, table)
         except IndexError as error:

@@ -13,8 +13,7 @@ from tiercache.train.random_numbers import OwnNumbers, kept_numbers, mixed, seed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-_SAMPLES, _COLLATE, _ITERABLE = 1, 2, 6
-"""Purposes of random numbers."""
+_SAMPLES, _COLLATE, _ITERABLE = 1, 2, 6  # purposes of random numbers
 
 
 class Sampling(NamedTuple):
@@ -23,8 +22,7 @@ class Sampling(NamedTuple):
     sampler: Any
     batch_size: int | None
     drop_last: bool
-    is_plain: bool
-    """True without a batch sampler of another class than torch's."""
+    is_plain: bool  # True without a batch sampler of another class than torch's
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> Sampling:
@@ -65,7 +63,6 @@ class SeededDataset:
         return getattr(self.dataset, name)  # attributes that a user's worker_init_fn reads
 
     def __getitems__(self, indices: BatchIndices) -> Any:
-        """Return a batch."""
         with kept_numbers() if get_worker_info() is None else nullcontext():
             if self._sample_seed is None:
                 seed_generators(indices.seed)
@@ -91,10 +88,7 @@ def as_is(batch: Any) -> Any:
 
 
 def made_batches(make: Callable[[], Iterable[Any]], seed: int) -> Iterator[Any]:
-    """Yield the batches of the iterable that ``make`` returns, with random numbers seeded by ``seed``.
-
-    Raises TypeError if it returns the same iterator twice.
-    """
+    """Yield the batches of a made iterable, seeded. Raises TypeError if ``make`` returns the same iterator twice."""
     own = OwnNumbers(mixed(seed, _ITERABLE))
     with own.used():
         made = make()

@@ -1,7 +1,4 @@
-"""Exchange: brings rows to the batches that look them up, and gradients to the rows that a step updates.
-
-`LocalExchange` is for one rank, which has all rows; `tiercache.train.rank_exchange` is for several.
-"""
+"""Exchange: brings rows to batches, and gradients to rows; local for one rank, `RankExchange` for several."""
 
 from __future__ import annotations
 
@@ -51,8 +48,7 @@ class _MadeBatch(NamedTuple):
 class _Plan(NamedTuple):
     """The collation of the blocks of one layout."""
 
-    num_trained: int
-    """Number of parts that had been trained when it was planned."""
+    num_trained: int  # number of parts that had been trained when it was planned
     sort: SortPlan | None
     parts: Sequence[tuple[Any, ...]]
     """Per key: starts, first bytes of ids, weights and offsets (None: absent), number of offsets, the run that has the
@@ -126,10 +122,7 @@ class LocalExchange:
         return _MadeBatch(batch, upload)
 
     def _plan(self, rows: RowView, parts: Sequence[tuple[Key, FeaturePart]], block: SampleBlock) -> _Plan:
-        """Return how to collate the parts of a block; computed once per layout.
-
-        The ids that are trained are sorted by position, across all parts of a group.
-        """
+        """Return how to collate and sort the parts of a block, across those of a group; computed once per layout."""
         layout, places = block.layout, block.places
         trains = rows.gradients is not None and self._backend.queues  # a CPU sorts in the step
         num_trained = len(self._trained) if trains else 0  # a trained part remains one as long as it lives

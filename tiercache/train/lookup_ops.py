@@ -1,8 +1,7 @@
 """Lookups as autograd functions, and as operators that a compiled model calls without a graph break.
 
-An operator takes tensors and numbers, so it refers to a batch and a module by number. Its second result is a tensor
-that autograd saves; the state of its backward is an attribute of it and lives as long as the graph. An operator reads
-another batch at each call, so a CUDA graph, which replays one, must not contain it.
+An operator refers to a batch and a module by number. Its second result is a tensor that autograd saves, with the state
+of its backward as an attribute. It reads another batch at each call, so a CUDA graph must not contain it.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ class Context:
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """Copies the first of some tensors; derivatives of the copies raise an error.
-
-    The others are the tensors they were computed from: derivatives through those raise it too.
-    """
+    """Copies the first of some tensors; derivatives of the copies, or through the others, raise an error."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -68,10 +64,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the backward of a lookup whose results raise RuntimeError when they are differentiated.
-
-    Like `torch.autograd.function.once_differentiable`, but the error names a remedy.
-    """
+    """Return a backward whose results raise an error, with a remedy, when they are differentiated."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -93,13 +86,10 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 class Marker(NamedTuple):
     """Passes the gradients of one lookup's outputs to the anchor of its module."""
 
-    parameter: nn.Parameter
-    """The anchor, as the lookup had it."""
-    anchor: Anchor | None
-    """None: rows are not trained."""
+    parameter: nn.Parameter  # the anchor, as the lookup had it
+    anchor: Anchor | None  # None: rows are not trained
     tables: Sequence[str]
-    is_known: bool
-    """True if the cache has the module, or accepts any."""
+    is_known: bool  # True if the cache has the module, or accepts any
 
     @classmethod
     def of(cls, module: TableModule, batch: Batch) -> Marker:

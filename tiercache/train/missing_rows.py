@@ -68,10 +68,7 @@ class CommittedRows:
 
 
 def unseen_vectors(table: Table, keys: NDArray[np.int64], unseen: Unseen) -> NDArray[np.float32]:
-    """Return the vectors (n, dim) of keys that were never trained, of a table without an out-of-vocabulary row.
-
-    Raises KeyMissingError if such keys are errors.
-    """
+    """Return the vectors (n, dim) of keys that were never trained. Raises KeyMissingError if such keys are errors."""
     if unseen == "error":
         raise KeyMissingError(
             f"table {table.name!r} has no row for {keys.size:,} of the keys (the first is {int(keys[0])}): "
@@ -120,10 +117,9 @@ class MissingRows:
         missing: Missing,
         reader: RowReader | None,
     ) -> Batch:
-        """Return a batch with additional rows in the groups with missing keys, whose local ids are -1.
+        """Return a batch with rows for its missing keys, whose local ids are -1.
 
-        features, places: the keys and local ids of the features that it has. reader: finds rows if ``missing`` is
-        "load".
+        features, places: the keys and local ids of its features. reader: finds rows if ``missing`` is "load".
         """
         rows = made.rows
         lacking = {name for name, found in places.items() if found.size and int(found.min()) < 0}
@@ -176,10 +172,7 @@ def _number(
 
 
 class _GatheredRows:
-    """The vectors that one batch looks up in one group, in float32: rows of the pass, then rows of missing keys.
-
-    Rows of the pass are read again after each step, at the next lookup, because a batch may wait for its turn.
-    """
+    """Float32 vectors of one group in a batch: rows of the pass, read again after each step, then missing ones."""
 
     def __init__(
         self, group: Group, trained: RowView, index: int, positions_R: NDArray[np.int32],
@@ -291,7 +284,6 @@ class _GatheredGradients(RowGradients):
 
 
 def _of_output(save: Save, output: int, gradients: Sequence[Any]) -> list[SavedGradient]:
-    """Return what ``save`` returns for one output."""
     found = save([one if number == output else None for number, one in enumerate(gradients)])
     return [part for one in found for part in one.by_feature()]
 

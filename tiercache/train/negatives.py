@@ -36,8 +36,7 @@ class NegativeSampler:
     def __init__(self, source: SubDataset, seed: int, index: int) -> None:
         self._source, self._seed, self._index = source, seed, index
         self._table_ids = {table.name: table.table_id for table in source.schema.tables}
-        self._shared: dict[str, NDArray[np.int64]] = {}
-        """By table, the positions of keys that are not drawn."""
+        self._shared: dict[str, NDArray[np.int64]] = {}  # by table, the positions of keys that are not drawn
         self._sums: dict[str, NDArray[np.int64]] = {}
         """By table, the cumulative counts of keys, if keys are drawn by count."""
         self._calls: dict[str, tuple[int, int]] = {}

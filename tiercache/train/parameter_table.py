@@ -34,7 +34,6 @@ class ParameterTable(Embedding):
 
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look up keys for a torch function called with the table. Raises TypeError for other functions."""
         kwargs = dict(kwargs or {})
         if function is functional.embedding:
             return _embedding(*args, **kwargs)
@@ -84,7 +83,6 @@ class ParameterTable(Embedding):
             raise AttributeError(self.refusal(f".{name}")) from None
 
     def __len__(self) -> int:
-        """Return the number of keys."""
         return self.num_embeddings
 
     def refusal(self, what: str) -> str:

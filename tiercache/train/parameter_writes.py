@@ -29,8 +29,7 @@ class _Seen(NamedTuple):
 
     version: int
     place: int
-    value: float | None
-    """None on a GPU, where reading it would wait."""
+    value: float | None  # None on a GPU, where reading it would wait
     num_resets: int
 
     def differs(self, other: _Seen) -> bool:
@@ -47,8 +46,7 @@ class SeenGradient(NamedTuple):
 
     grad: weakref.ref[torch.Tensor]
     version: int
-    value: float | None
-    """None on a GPU, where reading it would wait."""
+    value: float | None  # None on a GPU, where reading it would wait
 
     @classmethod
     def of(cls, grad: torch.Tensor, value: float | None) -> SeenGradient:
@@ -71,10 +69,8 @@ class ParameterWrites:
         """The parameter when its module was registered, until a backward or a step."""
         if self._first is not None and not module.anchor.is_meta:
             self._first = self._first._replace(value=module.anchor.item())
-        self._after_backward: _Seen | None = None
-        """The parameter after a backward that has not been stepped yet."""
-        self._after_step: _Seen | None = None
-        """The parameter after the last step that it took part in."""
+        self._after_backward: _Seen | None = None  # the parameter after a backward that has not been stepped yet
+        self._after_step: _Seen | None = None  # the parameter after the last step that it took part in
         self._is_stepped = False
         """True once gradients of rows were stepped; a copy of a model, such as an average, may be written."""
         self._is_perturbed = False

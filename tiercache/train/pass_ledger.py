@@ -20,25 +20,17 @@ class PassLedger:
         """first_sample: samples that a commit inside the pass already has."""
         self.name, self.num_samples, self.first_sample = name, num_samples, first_sample
         self.is_skipped = self.is_stopped = False
-        self._made: set[int] = set()
-        """Ends of batches, in samples, as in the sets below."""
-        self._trained: set[int] = set()
-        """Looked up with gradients enabled."""
-        self._read: set[int] = set()
-        """Looked up under ``no_grad``."""
-        self._newest = -1
-        """The last batch that was looked up with gradients."""
+        self._made: set[int] = set()  # ends of batches, in samples, as in the sets below
+        self._trained: set[int] = set()  # looked up with gradients enabled
+        self._read: set[int] = set()  # looked up under ``no_grad``
+        self._newest = -1  # the last batch that was looked up with gradients
         self._open_loaders = 0
-        self.is_exhausted = False
-        """True if an iterator over its batches was exhausted."""
+        self.is_exhausted = False  # True if an iterator over its batches was exhausted
         self._is_raw = False
         self._has_trainable = self._has_gradients = self._is_stepped = self._is_dropped = False
-        self._has_pending = False
-        """True if gradients arrived since the last step, and no known optimizer dropped them."""
+        self._has_pending = False  # True if gradients arrived since the last step, and no known optimizer dropped them
         self.is_step_due = False
         """True if a batch was looked up with gradients since the last step, the same on all ranks."""
-
-    # -- during the pass -----------------------------------------------------------------------------------
 
     def make(self, end: int, *, raw: bool = False) -> None:
         """Record a batch that was handed out."""
@@ -81,8 +73,6 @@ class PassLedger:
         """Record that a known optimizer dropped its gradients."""
         self._is_dropped |= self._has_gradients
         self._has_pending = False
-
-    # -- at the end of the pass ----------------------------------------------------------------------------
 
     @property
     def num_made(self) -> int:

@@ -40,8 +40,7 @@ class LoaderPlan:
         self._pass, self._shuffle = taken, shuffle
         self._recorded: RecordedBatches = taken.source.whole.recorded
         self._size = self._recorded.recording.batch_size if batch_size is None else check_size(batch_size)
-        self.is_as_recorded = self._size is None
-        """True if it yields whole recorded batches."""
+        self.is_as_recorded = self._size is None  # True if it yields whole recorded batches
         self.order = {"batches": "as recorded"} if self.is_as_recorded else {}
         """Settings of the order, besides seed and shuffling."""
 
@@ -82,7 +81,6 @@ class LoaderPlan:
             )
 
     def _as_recorded(self) -> Iterator[LoadedBatch]:
-        """Yield whole recorded batches."""
         lasts, blocks = self._sizes()
         has_indices, ends = self._recorded.recording.dataset_length is not None, self._recorded.ends
         begun = int(np.searchsorted(lasts, self._pass.samples_done, side="right"))
@@ -150,8 +148,7 @@ class _Batches:
 
     def __init__(self, taken: Pass, plan: LoaderPlan) -> None:
         self._pass, self._plan = taken, plan
-        self.pending: deque[LoadedBatch] = deque()
-        """Batches that are being made."""
+        self.pending: deque[LoadedBatch] = deque()  # batches that are being made
 
     def __len__(self) -> int:
         return len(self._plan)
@@ -169,10 +166,7 @@ class _Batches:
 
 
 class MadeLoader:
-    """The batches of one pass of an iterable, which is created again for it; `Pass.loader` makes it.
-
-    Its length counts the remaining batches. The batches of earlier passes are produced and dropped.
-    """
+    """Batches of one pass of an iterable, made again: those of earlier passes are dropped. See `Pass.loader`."""
 
     def __init__(self, taken: Pass, make: Callable[[], Iterable[Any]], plan: LoaderPlan) -> None:
         self._pass, self._make, self._plan = taken, make, plan
@@ -275,21 +269,17 @@ def sampler_of(taken: Pass, *, shuffle: bool) -> PassSampler:
     return PassSampler(taken, shuffle=shuffle)
 
 
-_MOST_TAKEN = 2
-"""The number of batches that a loop may take before it trains the first."""
+_MOST_TAKEN = 2  # the number of batches that a loop may take before it trains the first
 
 
 class LoadedBatch(NamedTuple):
     """A batch of a pass."""
 
-    first: int
-    """Samples of the pass before it."""
-    last: int
-    """End of the batch, in samples of the pass."""
+    first: int  # samples of the pass before it
+    last: int  # end of the batch, in samples of the pass
     places: NDArray[np.int64] | None
     """Its samples, as indices in the sub-dataset; None: the sub-dataset has batches of an iterable."""
-    block: int | None
-    """Its number among the recorded batches, if it is one."""
+    block: int | None  # its number among the recorded batches, if it is one
 
 
 class LoadedBatches:
@@ -302,17 +292,12 @@ class LoadedBatches:
     def __init__(self, owner: Pass, recorded: RecordedBatches, previous: LoadedBatches | None) -> None:
         """previous: the batches of the previous pass, if some are not trained yet."""
         self._owner, self._recorded, self._previous = weakref.ref(owner), recorded, previous
-        self.per_step = 1
-        """Batches of a step."""
-        self.checked = True
-        """True if recorded batches have to make their recorded lookups."""
-        self._taken: deque[LoadedBatch] = deque()
-        """Untrained batches; the first one is the batch of the last lookup."""
-        self._due = 0
-        """Batches taken, or the loader's end, since the last lookup."""
+        self.per_step = 1  # batches of a step
+        self.checked = True  # True if recorded batches have to make their recorded lookups
+        self._taken: deque[LoadedBatch] = deque()  # untrained batches; the first one is the batch of the last lookup
+        self._due = 0  # batches taken, or the loader's end, since the last lookup
         self._has_begun = self._is_over = False
-        self._seen: set[int] = set()
-        """Digests of the lookups of the first batch."""
+        self._seen: set[int] = set()  # digests of the lookups of the first batch
 
     @property
     def _pass(self) -> Pass:
@@ -358,10 +343,7 @@ class LoadedBatches:
         return self._taken[min(self._due if self._has_begun else 0, len(self._taken) - 1)]
 
     def look_up(self, table: Table, keys: NDArray[np.int64], *, trains: bool) -> None:
-        """Record a lookup with gradients enabled, before it is made. trains: False for a frozen module.
-
-        Raises DatasetError if the previous batch lacked recorded lookups, StateError if too many batches were taken.
-        """
+        """Record a lookup with gradients enabled, before it is made. trains: False for a frozen module."""
         if self.per_step == 1:
             self._move_on()
         if self._is_checked:
@@ -387,7 +369,6 @@ class LoadedBatches:
 
     @property
     def _looked_up(self) -> list[LoadedBatch]:
-        """The batches of a lookup that is made now."""
         return [*self._taken] if self.per_step > 1 else [*islice(self._taken, 1)]
 
     def check(self) -> None:

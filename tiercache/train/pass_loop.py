@@ -1,8 +1,7 @@
 """PassLoop: trains one pass after the other, and ends each.
 
-Rows move at the switch from one pass to the next: when the loop requests the next pass, if all batches taken of the
-current pass were trained. If the loop fetches batches ahead of its training, the switch waits for the first lookup that
-trains a batch of the next pass.
+Rows move at the switch: when the loop requests the next pass, if all batches taken of the current one were trained;
+else at the first lookup that trains a batch of the next pass.
 """
 
 from __future__ import annotations
@@ -60,20 +59,15 @@ class PassLoop:
         self._training_store, self._rows, self._raw = training_store, rows, raw
         self._exchange, self._ranks = raw.exchange, raw.exchange.ranks
         self._pipeline, self._seed, self._shown = pipeline, seed, shown
-        self.current: Pass | None = None
-        """The pass whose rows are on the device."""
+        self.current: Pass | None = None  # the pass whose rows are on the device
         self._next: Pass | None = None
         """The next pass, if the loop requested it before the current pass was trained to its end."""
-        self._begun: Pass | None = None
-        """The pass after the newest, if its first batches are already made."""
-        self._end = 0
-        """The pass at which the loop ends."""
-        self._is_over = False
-        """True if the loop has ended before the last pass was trained to its end."""
+        self._begun: Pass | None = None  # the pass after the newest, if its first batches are already made
+        self._end = 0  # the pass at which the loop ends
+        self._is_over = False  # True if the loop has ended before the last pass was trained to its end
         self._random: RandomStates | None = None
         """The random states at the end of the current pass, if the loop requested the next pass before."""
-        self._committed_sample = -1
-        """The sample of the last commit inside the current pass."""
+        self._committed_sample = -1  # the sample of the last commit inside the current pass
         self._at: tuple[int, int] | None = None
         """The pass and the sample that were trained last when no loop runs, whatever the script changed since."""
         self._run: object = None
@@ -252,9 +246,8 @@ class PassLoop:
     def finish(self, last: Pass | None = None) -> None:
         """Commit the last pass if the loop ended before that pass was trained to its end; else do nothing.
 
-        last: also do nothing if it is not the current pass. A stopped pass is not committed. If the pass still is not
-        trained to its end, commit inside it after the trained batches, and raise StateError if the loop did not do so
-        itself. A batch that was yielded but not trained does not count.
+        last: also do nothing if it is not the current pass. If the pass still is not trained to its end, commit inside
+        it, and raise StateError if the loop did not do so itself. A stopped pass is not committed.
         """
         current = self.current
         if not self._is_over or current is None or last not in {None, current}:
@@ -298,12 +291,10 @@ class PassLoop:
         return self._next or self.current
 
     def step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Apply the pending gradients of the tables that step with ``optimizer``: each row is updated once.
+        """Apply the pending gradients of the tables that step with ``optimizer``; outside a pass do nothing.
 
-        With several ranks duplicates are added in batch order, then rank order. Does nothing outside a pass, where no
-        rows are trained. Saves the random states if this was the last step of a pass, and the loop has already
-        requested the next one. Raises StateError if rows are not finite; with several ranks, all raise it at the next
-        batch.
+        Saves the random states if this was the last step of a pass, and the loop has already requested the next one.
+        Raises StateError if rows are not finite; with several ranks, all raise it at the next batch.
         """
         current = self.current
         if current is None:
@@ -322,8 +313,6 @@ class PassLoop:
         if is_late and self._random is None and current.is_trained:
             self._random = self._rows.state.dense.random_states()
 
-    # -- private ------------------------------------------------------------------------------------------
-
     def _warn_of_end(self, first: int, epochs: int) -> None:
         """Warn if a loop has nothing to train: a finished script would otherwise end silently."""
         if epochs and self._ranks.rank == 0:
@@ -335,7 +324,6 @@ class PassLoop:
             )
 
     def _make(self, index: int, first_sample: int = 0) -> Pass:
-        """Return a pass whose rows are not on the device yet."""
         begun, self._begun = self._begun, None
         if begun is not None:
             return begun
@@ -359,7 +347,6 @@ class PassLoop:
         return self._begun
 
     def _enter(self, current: Pass) -> Pass:
-        """Begin a pass whose rows are on the device, and return it."""
         report, groups = self._rows.rows_of_pass(current.index)
         current.rows.set_groups(groups)
         self._exchange.open(current.rows)
@@ -380,7 +367,6 @@ class PassLoop:
         self._plans = plan, upcoming
 
     def _switch(self) -> None:
-        """End the current pass, and begin the next one, from which the loop has fetched batches."""
         current, following = self.current, self._next
         assert following is not None, "the next pass must be fetched ahead"
         if current is not None:
@@ -440,7 +426,6 @@ class PassLoop:
             self._exchange.tell([], "leaving out a step", None)
 
     def _check_made(self, current: Pass) -> None:
-        """Raise StateError if the loop did not take all batches of a pass."""
         try:
             current.ledger.check_made(current.samples_done)
         except StateError:
@@ -471,7 +456,6 @@ class PassLoop:
         return True
 
     def _before_batch(self, current: Pass) -> None:
-        """Raise errors of threads, move rows of the next pass, and show progress."""
         self._rows.check()
         self._rows.load_ahead()
         self._finite.raise_found()

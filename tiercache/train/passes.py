@@ -87,31 +87,22 @@ class Pass:
         """The sub-dataset, with its samples and the keys that this rank trains."""
         self.seed = seed
         """The seed of the cache."""
-        self.loaded: LoadedBatches | None = None
-        """The batches of ``loader``, if it was called."""
+        self.loaded: LoadedBatches | None = None  # the batches of ``loader``, if it was called
         self.loaded_before: LoadedBatches | None = None
         """Those of the previous pass, if it was not trained to its end when the loop requested this one."""
-        self.is_sampled = False
-        """True if ``sampler`` was called."""
+        self.is_sampled = False  # True if ``sampler`` was called
         self._negatives: NegativeSampler | None = None
         self._raw, self._exchange, self._pipeline = raw, raw.exchange, pipeline
         self.ranks = raw.exchange.ranks
         """The ranks that train it."""
         self._before_batch, self._next_pass = before_batch or _nothing, next_pass or _nothing
-        self._begun: tuple[Any, BatchQueue] | None = None
-        """Batches that are made while the previous pass trains, and their arguments."""
-        self._plain_samples = 0
-        """Samples of the lookups of plain keys since the last step."""
+        self._begun: tuple[Any, BatchQueue] | None = None  # batches made while the previous pass trains, and arguments
+        self._plain_samples = 0  # samples of the lookups of plain keys since the last step
         self.losses: list[float] = []
         """The losses given to ``log_loss``; the pass's report has them too."""
 
     def batches(
-        self,
-        size: int,
-        *,
-        shuffle: bool = False,
-        prefetch: int | None = None,
-        read_by: str = "rank",
+        self, size: int, *, shuffle: bool = False, prefetch: int | None = None, read_by: str = "rank"
     ) -> SizedIterator[Batch]:
         """Return an iterator over batches of ``size`` samples from the pass's position; the last may be smaller.
 
@@ -462,7 +453,6 @@ class Pass:
         return self._negatives.draw(table, n, by, self.samples_done, self.rows.backend.device)
 
     def _begin_raw(self) -> None:
-        """Check that a batch of raw keys can be made now, and load the rows of the pass."""
         self.rows.check_open()
         if self.is_closed:
             raise StateError(f"pass {self.index} makes no more batches after p.skip() or p.stop()")
@@ -506,4 +496,4 @@ class Pass:
 
 
 def _nothing(_: Pass) -> None:
-    """Default before_batch callback: does nothing."""
+    """Do nothing before a batch."""

@@ -39,12 +39,9 @@ _NONE = torch.empty(0, dtype=torch.float32, device="cpu")
 class KeyInput(NamedTuple):
     """A plain tensor of keys, the input of a module of one feature."""
 
-    keys: NDArray[np.int64]
-    """Flat, in host memory."""
-    offsets: NDArray[np.int64] | None
-    """(N + 1,) of bags; None: one vector for each key."""
-    num_samples: int
-    """The first dimension of the tensor."""
+    keys: NDArray[np.int64]  # flat, in host memory
+    offsets: NDArray[np.int64] | None  # (N + 1,) of bags; None: one vector for each key
+    num_samples: int  # the first dimension of the tensor
 
     def without(self, key: int) -> tuple[KeyInput, NDArray[np.bool_]]:
         """Return the input without a key, and a mask of the others."""
@@ -72,10 +69,7 @@ def shaped_as(keys: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
 
 
 def bag_input(feature: str, keys: torch.Tensor, offsets: torch.Tensor | None, *, has_last: bool = False) -> KeyInput:
-    """Return bags of keys: (N, L), a nested tensor, or (E,) with offsets (N,), or (N + 1,) if ``has_last``.
-
-    Raises TypeError and ValueError as torch's module does.
-    """
+    """Return bags of keys: (N, L), a nested tensor, or (E,) with offsets (N,), or (N + 1,) if ``has_last``."""
     if keys.is_nested:
         if offsets is not None:
             raise ValueError(f"offsets were given with a nested tensor of feature {feature!r}: it has its own")
@@ -126,8 +120,8 @@ class PlainKeys:
         """Return a batch with the rows of ``plain``: rows of the pass, or copies of current rows.
 
         Raises IndexError for a key outside [0, ``bound``), KeyNotInPassError for one that the pass lacks, StateError
-        outside a pass, BudgetError if the rows exceed ``eval_budget``, and with several ranks RankError if they do not
-        all look up the same feature.
+        outside a pass, BudgetError if the rows exceed ``eval_budget``, and RankError if ranks look up different
+        features.
         """
         if (source := self._source()) is None:
             raise StateError("the cache of this module is gone: keep a reference to it while its model looks up keys")
@@ -197,10 +191,7 @@ class PlainKeys:
         return self._raw.missing.read_only(samples, "a lookup without gradients", reader)
 
     def _check_same(self, feature: Feature, num_samples: int, *, trains: bool, error: Exception | None) -> int:
-        """Send this lookup to the other ranks, and return the samples of all.
-
-        Raises RankError if theirs differs in more than samples, and any rank's ``error``.
-        """
+        """Return the samples of all ranks. Raises RankError if other lookups differ in more, or any ``error``."""
         own = [crc32(feature.name.encode()), int(trains)]
         calls = self._raw.exchange.tell([*own, num_samples], "looking up keys", error)
         if others := [rank for rank, one in enumerate(calls) if one[:2] != own]:
@@ -239,10 +230,7 @@ def table_weight(module: TableModule) -> TableWeight:
 
 
 class TableWeight(NoTensor):
-    """The ``.weight`` of a module: it has the device, dtype and shape of the table, but no values.
-
-    Setting ``requires_grad`` freezes the module.
-    """
+    """The ``.weight`` of a module: device, dtype and shape of its table, without values; can freeze the module."""
 
     device: torch.device
     dtype: torch.dtype

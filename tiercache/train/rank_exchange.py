@@ -53,8 +53,7 @@ class _Read:
     samples: EncodedBatch | None
     local: LocalInput
     weight: float = 1.0
-    end: int = 0
-    """End of the batch in samples of the pass, over all ranks."""
+    end: int = 0  # end of the batch in samples of the pass, over all ranks
 
 
 def parts_of(places: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
@@ -76,16 +75,13 @@ def _thread(name: str, backend: Backend) -> ThreadPoolExecutor:
 class RankExchange:
     """Makes batches with rows from their owners. All ranks make the same batches in the same order.
 
-    Input dist: samples of a batch are read, and owners receive the requests for its rows. This needs no rows and runs
-    on the host, on a thread and over separate process groups; so it runs ahead while another batch is trained, also for
-    the next pass. Output dist: rows are exchanged when a module first looks up the batch, on the training thread.
-    Micro-batches and evaluations exchange rows while the previous batch is used: on a CPU on another thread. On a GPU
-    the training thread queues the exchange on a second stream. So all ranks queue their collectives and those in the
-    user's model in one order; otherwise they could deadlock.
+    Input dist: samples are read, and owners receive the requests for rows; on a thread and over separate process
+    groups, so it runs ahead, also for the next pass. Output dist: rows are exchanged when a module first looks up the
+    batch. Micro-batches and evaluations exchange rows while the previous batch is used: on a CPU on another thread, on
+    a GPU on a second stream. So all ranks queue all collectives in one order; otherwise they could deadlock.
     """
 
-    least_ahead = 1
-    """Batches whose inputs are exchanged ahead by default."""
+    least_ahead = 1  # batches whose inputs are exchanged ahead by default
 
     def __init__(
         self,
@@ -99,11 +95,7 @@ class RankExchange:
         comm_dtype: torch.dtype,
         threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None,
     ) -> None:
-        """optimizer: for this rank's groups; it steps their gradients.
-
-        live_rows: a method of the owning cache, held weakly: returns a reader of this rank's rows.
-        modules: only features that they look up are exchanged.
-        """
+        """live_rows: a method of the cache, held weakly; modules: only features that they look up are exchanged."""
         self._communicators, self._shard_view, self._backend = communicators, shard_view, backend
         self.ranks, self._exchange_ranks = communicators.control, communicators.exchange
         self._optimizer, self._modules, self._comm_dtype = optimizer, modules, comm_dtype
@@ -160,8 +152,6 @@ class RankExchange:
         self.rows.open_pass(self._layouts[rows].shards, rows.groups)
         self.pooling.open(rows.groups)
 
-    # -- batches ------------------------------------------------------------------------------------------
-
     def read(self, request: BatchRequest, rows: RowView, *, ahead: bool, by_owner: bool = False) -> Callable[[], Any]:
         """Return a function that reads this rank's part of the samples of ``request``.
 
@@ -196,10 +186,7 @@ class RankExchange:
     def begin(
         self, read: Callable[[], Any] | Future[Any], rows: RowView, *, previous: Future[ExchangedBatch] | None = None
     ) -> Future[ExchangedBatch]:
-        """Exchange the input of a batch; an error of ``read`` is raised, and on the other ranks RankError.
-
-        previous: the previous batch. If it failed, it failed on all ranks, and none exchanges more.
-        """
+        """Exchange the input of a batch; all ranks raise errors. previous: if it failed, none exchanges more."""
         layout, trained = self._layouts[rows], rows.gradients is not None
         name = f"a step of {rows.name}" if trained else rows.name
 
@@ -224,10 +211,7 @@ class RankExchange:
     def finish(
         self, exchanged: Callable[[], ExchangedBatch], rows: RowView, before: Callable[[], None] | None
     ) -> Batch:
-        """Return the batch. Its rows are exchanged at its first lookup; in an evaluation, which ranks may skip, now.
-
-        before: called before the rows are exchanged; its errors are raised on all ranks.
-        """
+        """Return the batch. Its rows are exchanged at its first lookup; in an evaluation, which ranks may skip, now."""
         batch, view = self._make(exchanged(), rows, before)
         if rows.gradients is None:
             view.load()
@@ -236,10 +220,7 @@ class RankExchange:
     def overlapped(
         self, begun: Iterator[Callable[[], ExchangedBatch]], rows: RowView, before: Callable[[], None] | None
     ) -> Iterator[Batch]:
-        """Yield batches, exchanging the rows of each while the previous one is used.
-
-        Rows of a pass that was fetched ahead are exchanged at the first lookup, which ends the previous pass.
-        """
+        """Yield batches, exchanging the rows of each while the previous is used, except in a pass fetched ahead."""
         waiting: Any = None
 
         def exchange(exchanged: Callable[[], ExchangedBatch]) -> tuple[Batch, BatchRows, Any]:
@@ -266,7 +247,6 @@ class RankExchange:
     def _make(
         self, exchanged: ExchangedBatch, rows: RowView, before: Callable[[], None] | None
     ) -> tuple[Batch, BatchRows]:
-        """Return a batch whose rows were not exchanged yet."""
         view = self._view(exchanged, rows, before)
         assert exchanged.samples is not None
         ids = self._named(exchanged.input.ids, view.pooled)
@@ -305,8 +285,6 @@ class RankExchange:
         """Make queued training work wait for the exchange of a batch."""
         made = tensors_of((view.groups, view.slots, view.bags)) if self._backend.queues else []
         self._backend.streams.receive(event, made)
-
-    # -- raw keys -----------------------------------------------------------------------------------------
 
     def tell(self, own: Sequence[int], what: str, error: Exception | None) -> list[list[int]]:
         """Return the numbers of every rank; all ranks pass the same ``what``. If a rank has an error, all raise."""
@@ -364,8 +342,6 @@ class RankExchange:
     def _named(self, ids: Mapping[str, FeatureIds], pooled: Mapping[str, Pooled]) -> BatchIds:
         return BatchIds(ids, {feature: one.mode for feature, one in pooled.items()}, self._tables)
 
-    # -- current rows ------------------------------------------------------------------------------------
-
     def load(
         self, keys: Callable[[], Mapping[str, NDArray[np.int64]]], budget: int | None = None,
         unseen: Unseen = "initial",
@@ -389,8 +365,6 @@ class RankExchange:
             self._communicators, passes, self._backend, self._optimizer, self._own_rows, self._modules,
             comm_dtype=self._comm_dtype, threads=(self._input_thread, self._row_thread),
         )  # fmt: skip
-
-    # -- the step -----------------------------------------------------------------------------------------
 
     def step(self, rows: Sequence[GroupRows], optimizer: torch.optim.Optimizer | None) -> None:
         """Apply the pending row gradients of all ranks to this rank's rows, as `LocalExchange.step`.
@@ -424,10 +398,7 @@ class RankExchange:
     def _send_gradients(
         self, batch: BatchRows, gradients: GroupGradients, into: GroupGradients, flags: Sequence[bool] = ()
     ) -> list[bool]:
-        """Send the gradients that a step applies to the owners of their rows, and drop them here.
-
-        flags: this rank's flags for the batch; returns, for each, True if any rank has set it.
-        """
+        """Send the gradients of a step to the owners of their rows; return for each flag if any rank has set it."""
         any_flags = self.rows.send_gradients(batch.exchanged.input, batch.slots, gradients, into, flags)
         if batch.bags is not None:
             self.pooling.send_gradients(batch.bags, {name: one.gradients for name, one in batch.pooled.items()}, into)
@@ -438,10 +409,7 @@ class RankExchange:
     def clip(
         self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
-        """Clip gradients; see `TierCache.clip_grad_norm_`. Collective.
-
-        Gradients of rows are sent to their owners to be measured, and again at the step.
-        """
+        """Clip gradients; collective. The owners of rows get them to be measured, and again at the step."""
         self.rest()
         ready = self._optimizer.ready(optimizer)
         into: GroupGradients = [[] for _ in self._optimizer.gradients.collected]

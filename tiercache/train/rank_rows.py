@@ -54,11 +54,7 @@ class RankRows:
         self, store: Store, source: DatasetView, backend: Backend, budgets: Budgets, *, order: OrderRule,
         index_bytes: int = 0,
     ) -> None:  # fmt: skip
-        """Plan, and allocate the memory. ``index_bytes``: for an index of keys, from the device budget if they fit.
-
-        Raises BudgetError if the plan exceeds a budget or the device, DatasetError if passes and store do not match,
-        StateError if the store is being trained.
-        """
+        """Plan, and allocate the memory. ``index_bytes``: for an index of keys, from the device budget if they fit."""
         self.store, self.source, self.backend = store, source, backend
         self._tables = store.tables
         self.check_alone()
@@ -68,8 +64,7 @@ class RankRows:
         self.positions = positions = self.plans.positions
         check_schedule(store, source, self.schedule)
         self.device = DeviceTier(positions, budgets.device_budget, backend, index_bytes=index_bytes)
-        self._with_unknown: dict[int, bool] = {}
-        """Whether the dataset has the out-of-vocabulary row, by table."""
+        self._with_unknown: dict[int, bool] = {}  # whether the dataset has the out-of-vocabulary row, by table
         self._keys_of = positions.keys_of(source)  # nothing else in the cache refers to it, so dropping it frees it
         self._check_plans()  # so a budget that is too small fails here, not in the middle of a run
         self.memory = PinnedArena(self.budget.rows, self.budget.region, backend, pinned=self.budget.pinned)
@@ -119,7 +114,6 @@ class RankRows:
         return self.plans.cursor
 
     def _check_tables(self) -> None:
-        """Raise StateError if alter or a rollback changed the tables after the cache was opened."""
         if self.store.tables != self._tables:
             raise StateError(
                 f"the tables of {self.store.label} changed while this cache was open, by alter or a rollback, and the "
@@ -232,10 +226,7 @@ class RankRows:
     def current_rows(
         self, index: int | None, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None
     ) -> CurrentRows:
-        """Return a reader of current rows, inside pass ``index`` or outside. Waits until every dump is durable.
-
-        ``unknown``: the fields of out-of-vocabulary rows that are kept elsewhere.
-        """
+        """Return a reader of current rows, inside pass ``index`` or outside. Waits until every dump is durable."""
         self.transfer.drain()
         return CurrentRows(
             store=self.store, device=self.device, assignments=self.transfer.assignments,
@@ -291,17 +282,13 @@ class CurrentRows:
         trains_unknown: Callable[[int], bool] = lambda _: False,
         unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None,
     ) -> None:
-        """``trains_unknown``: returns True for the index of a table whose out-of-vocabulary row is in the dataset.
-
-        ``unknown``: by table the fields, (1, width) each, of an out-of-vocabulary row that is kept elsewhere.
-        """
+        """unknown: by table the fields, (1, width) each, of an out-of-vocabulary row that is kept elsewhere."""
         self._store, self._positions, self._device = store, positions, device
         self._assignments, self._sub_dataset = assignments or [], sub_dataset
         self._keys_of, self._after, self._cached, self._trains_unknown = keys_of, after, cached, trains_unknown
         self._shared: dict[str, bool] = {}
         self._unknown = unknown or {}
-        self.unseen: Unseen = "initial"
-        """The value of keys that were never trained."""
+        self.unseen: Unseen = "initial"  # the value of keys that were never trained
         self._place = {
             table.name: (g, positions.first_table(g) + i, i)
             for g, group in enumerate(positions.groups)
@@ -314,10 +301,7 @@ class CurrentRows:
         return self._positions.groups
 
     def fields(self, table_name: str, keys: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
-        """Return the vector and every optimizer state of ``keys``: arrays (n, width), in the order of ``keys``.
-
-        Keys may be any int64, trained or not, each once.
-        """
+        """Return all fields (n, width) of ``keys``, in their order: any int64, trained or not, each once."""
         group = self._positions.groups[self._place[table_name][0]]
         out = tuple(np.empty((keys.size, field.width), dtype=np.float32) for field in group.fields)
         self.fill(table_name, keys, out)
@@ -368,11 +352,7 @@ class CurrentRows:
             missing[ask[mine]] = False
 
     def _untrained(
-        self,
-        name: str,
-        keys: NDArray[np.int64],
-        rest: NDArray[np.int64],
-        out: tuple[NDArray[np.float32], ...],
+        self, name: str, keys: NDArray[np.int64], rest: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]
     ) -> None:
         g, table, _ = self._place[name]
         stand_in, is_alone = keys[rest], not self.shares_unknown(name)

@@ -51,10 +51,8 @@ SCRATCH_BYTES = 40  # for each row that is read, in addition to its vector
 class IndexPlan(NamedTuple):
     """The planned index of the raw keys of a pass."""
 
-    num_keys: int
-    """Keys of the largest pass, of all tables."""
-    num_bytes: int
-    """Bytes on the device; 0 if no index is built."""
+    num_keys: int  # keys of the largest pass, of all tables
+    num_bytes: int  # bytes on the device; 0 if no index is built
 
     @classmethod
     def of(cls, data: PassDataset, backend: Backend, room: int | None = None) -> IndexPlan:
@@ -148,10 +146,7 @@ class RawKeys:
         label: Any = None,
         dense: Any = None,
     ) -> RawSamples:
-        """Return the samples of batch ``number`` of a pass over ``source``; None: outside any pass.
-
-        Raises KeyNotInPassError for a missing key if ``missing`` is "error", and the errors of ``Pass.batch``.
-        """
+        """Return the samples of batch ``number`` of a pass over ``source``; None: outside any pass."""
         check_word("missing", missing, MISSING)
         needs_all = self._ranks.size > 1  # all ranks exchange keys of the same features
         num_samples, features = feature_keys(self._schema, keys, weights, (label, dense), needs_all=needs_all)
@@ -200,7 +195,6 @@ class RawKeys:
     def _refuse(
         self, entry: int, features: dict[str, FeatureKeys], ids: dict[str, FoundIds], pass_name: str, number: int
     ) -> NoReturn:
-        """Raise KeyNotInPassError for an entry, indexed over all features."""
         name, found = next((name, found) for name, found in ids.items() if found.first <= entry < found.last)
         at, table = entry - found.first, self._table_of[name]
         key = int(features[name].keys[at])
@@ -255,8 +249,6 @@ class RawKeys:
             list(_search_threads(os.getpid(), threads).map(search, parts))
         return HostFound(found, self._backend.to_device(found))
 
-    # -- batches ------------------------------------------------------------------------------------------
-
     def batch(
         self,
         source: SubDataset,
@@ -268,10 +260,7 @@ class RawKeys:
         missing: Missing,
         **samples: Any,
     ) -> tuple[Batch, int] | None:
-        """Return this rank's part of batch ``number`` of a pass, and the samples of all ranks; see ``Pass.batch``.
-
-        begin: called first; its errors are raised on all ranks. samples: as for ``read``.
-        """
+        """Return this rank's part of a batch, and the samples of all ranks. begin: called first; may raise on all."""
         read, error = None, None
         name = f"batch {number} of {rows.name}"
         try:
@@ -326,7 +315,6 @@ class RawKeys:
         return self.exchange.named(self.missing.read_only(read, what, reader, weight, until_step=True))
 
     def _exchange_parts(self, part: _Part, what: str, error: Exception | None) -> list[_Part]:
-        """Return the parts of all ranks. Raises on all ranks if one has an error."""
         received = self.exchange.tell([*map(int, part)], what, error)
         return [_Part(samples, bool(loads), bool(ended), unseen) for samples, loads, ended, unseen in received]
 
@@ -353,7 +341,6 @@ class RawKeys:
         return borrowed, choice
 
     def _first_sample(self, samples: RawSamples) -> dict[str, Any]:
-        """Return the first sample as arguments of ``read``."""
         keys, weights = dict[str, Any](), {}
         for feature in self._schema.features:
             one = samples.features[feature.name].slice(0, 1)

@@ -44,10 +44,7 @@ class _WholeLists(NamedTuple):
 def by_feature(
     schema: Schema, keys: Any, weights: Mapping[str, Any] | None, columns: Iterable[Any] = ()
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return keys and weights by feature, with complete offsets. Raises ValueError for an unknown form.
-
-    columns: labels and dense features of the same samples, or None, which give the number of samples.
-    """
+    """Return keys and weights by feature, with complete offsets. columns: others of the samples, which count them."""
     names = [feature.name for feature in schema.features]
     if _has(keys, "columns", "dtypes"):  # a data frame of pandas or Polars
         keys = {str(name): keys[name] for name in keys.columns}
@@ -135,12 +132,7 @@ def _called(value: Any) -> Any:
 
 
 def feature_keys(
-    schema: Schema,
-    keys: Any,
-    weights: Mapping[str, Any] | None,
-    columns: Iterable[Any] = (),
-    *,
-    needs_all: bool = True,
+    schema: Schema, keys: Any, weights: Mapping[str, Any] | None, columns: Iterable[Any] = (), *, needs_all: bool = True
 ) -> tuple[int, dict[str, FeatureKeys]]:
     """Return N and the keys of every feature of the schema, in order; columns: others of the samples, or None.
 
@@ -250,14 +242,11 @@ class RawSamples:
     """Samples from a loader: ``label`` (N,) and ``dense`` (N, columns) are on the device."""
 
     num_samples: int
-    features: dict[str, FeatureKeys]
-    """By name, in the order of the schema."""
+    features: dict[str, FeatureKeys]  # by name, in the order of the schema
     label: torch.Tensor
     dense: torch.Tensor
-    ids: dict[str, FoundIds]
-    """By feature, local ids of the pass; -1 for keys that it lacks. Empty outside a pass."""
-    lacking: bool
-    """True if the pass lacks any of the keys."""
+    ids: dict[str, FoundIds]  # By feature, local ids of the pass; -1 for keys that it lacks. Empty outside a pass.
+    lacking: bool  # True if the pass lacks any of the keys
 
     def places(self) -> dict[str, NDArray[np.int32]]:
         """Return the local ids of each feature, in host memory; waits for the search. Without a pass all are -1."""
@@ -290,9 +279,9 @@ def dense_numbers(what: str, values: Any, shape: tuple[int, int] | tuple[int]) -
 def samples_of(
     loader: Iterable[Any], num_before: int, make: Callable[[Any], Mapping[str, Any]] | None
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the arguments of a batch for each item of a loader, then endlessly a batch without keys.
+    """Yield the arguments of a batch for each item, without the first ``num_before`` unless the loader has a state.
 
-    The first ``num_before`` items are left out, unless the loader has a state. make: converts an item to arguments.
+    Then, endlessly, a batch without keys. make: converts an item to arguments.
     """
     items = iter(loader)
     for item in items if hasattr(loader, "state_dict") else islice(items, num_before, None):

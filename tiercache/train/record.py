@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from tiercache.data.extraction_progress import ExtractionProgress
     from tiercache.data.recording import RecordedBatch
 
-_BATCH, _ORDER = 4, 5
-"""Purposes of random numbers, the first word of `mixed`."""
+_BATCH, _ORDER = 4, 5  # purposes of random numbers, the first word of `mixed`
 
 
 def record_key_sets(
@@ -126,7 +125,6 @@ def record_key_sets(
 
 
 def _source(loader: Any, seed: int, *, same_draws: bool) -> _Samples | _Iterable:
-    """Return the batches of a loader. Raises TypeError for one that cannot be run twice."""
     if isinstance(loader, DataLoader):
         if isinstance(loader.dataset, IterableDataset):
             raise TypeError(
@@ -166,8 +164,7 @@ class _Samples:
                 f"the loader's dataset, a {type(loader.dataset).__name__}, has no len(): add one, or pass a "
                 "function that makes the loader, such as lambda: loader"
             ) from error
-        self.batch_size = self._sampling.batch_size if self._order() is not None else None
-        """None: batches vary in size."""
+        self.batch_size = self._sampling.batch_size if self._order() is not None else None  # None: batches vary in size
         self.unbatched = None if self.batch_size is not None else not self._is_batched
         self.facts = {
             "dataset_length": self.length,
@@ -218,7 +215,6 @@ class _Samples:
         return None
 
     def _lists(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the indices of each batch."""
         order, loader = self._order(), self._loader
         if order is not None:
             assert self.length is not None
@@ -248,7 +244,6 @@ class _Samples:
 
 
 def _as_indices(indices: Any) -> NDArray[np.int64]:
-    """Return the sampler's indices as int64. Raises DatasetError for anything but integers."""
     found = np.asarray(indices)
     if found.dtype.kind not in "iu" or found.ndim != 1 or not found.size:
         raise DatasetError(

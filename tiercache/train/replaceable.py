@@ -36,12 +36,7 @@ _METHODS = (
 
 
 def check_replaceable(model: nn.Module, modules: Mapping[Any, Sequence[str]]) -> None:
-    """Raise ValueError for a module that does more than look up rows, or whose weight is also used elsewhere.
-
-    Args:
-        model: the model that has the modules.
-        modules: every `nn.Embedding`, `nn.EmbeddingBag` and `nn.Parameter` that is to be replaced, with its names.
-    """
+    """Raise ValueError for one of ``modules`` that does more than look up rows, or whose weight is used elsewhere."""
     weights: dict[Any, list[tuple[torch.Tensor, Any, str]]] = {}
     for old, names in modules.items():
         weight = weight_of(old)
@@ -74,7 +69,6 @@ def _settings(old: Any) -> dict[str, Any]:
 
 
 def _check_alike(one: tuple[Any, str], another: tuple[Any, str]) -> None:
-    """Raise ValueError for modules of one weight that differ in what they do to its rows."""
     (old, name), (other, its_name) = one, another
     settings, others = _settings(old), _settings(other)
     for key, value in settings.items():
@@ -188,10 +182,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, np.ndarray, n
 
 
 def _tensors(roots: Iterable[tuple[str, Any]], modules: Collection[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors reachable from values: through containers, attributes, and captures of functions.
-
-    roots: values by name. modules: the model's modules, which are not searched here.
-    """
+    """Yield the tensors reachable through containers, attributes and captures, except from the model's ``modules``."""
     pending, seen = deque(roots), set[int]()
     while pending:
         name, value = pending.popleft()
@@ -204,7 +195,6 @@ def _tensors(roots: Iterable[tuple[str, Any]], modules: Collection[nn.Module]) -
 
 
 def _parts(name: str, value: Any, modules: Collection[nn.Module]) -> Iterable[tuple[str, Any]]:
-    """Return the parts of a value with their names."""
     if isinstance(value, dict | MappingProxyType):  # other mappings may read files
         return [(f"{name}[{key!r}]", part) for key, part in value.items()]
     if isinstance(value, list | tuple | set | frozenset | deque):
@@ -239,11 +229,7 @@ def _is_set(cell: CellType) -> bool:
 def warn_of_references(
     model: nn.Module, replaced: Iterable[tuple[torch.Tensor, str]], optimizers: Iterable[torch.optim.Optimizer]
 ) -> None:
-    """Warn of references to a weight from outside the model, whose values would become stale.
-
-    Such references are unregistered optimizers, saved dicts and lists in a notebook, which cannot be told apart. A
-    variable that is the weight itself is not seen.
-    """
+    """Warn of dicts, lists and optimizers outside the model that have a weight, whose values would become stale."""
     named = {id(weight): (weight, name) for weight, name in replaced}
     known = {id(group["params"]) for one in optimizers for group in one.param_groups}
     known |= {id(one._parameters) for one in model.modules()} | {id(one.state) for one in optimizers}

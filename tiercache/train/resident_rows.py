@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 class ResidentRows:
     """Holds the rows of all passes, instead of `RankRows`: switching passes moves no rows, nothing is committed."""
 
-    eval_bytes = sys.maxsize
-    """Evaluations have no budget."""
+    eval_bytes = sys.maxsize  # evaluations have no budget
     host_bytes_peak = 0
     closed = "this cache is closed, and its rows are gone: read them before close()"
     """The error message for calls after ``close``."""
@@ -51,12 +50,9 @@ class ResidentRows:
         self.positions = RowOffsets.of(source, self.groups)
         self.schedule = Schedule.of(source, order)
         self.state = CommitState(self.groups, backend)
-        self.trained = 0
-        """Passes trained so far."""
-        self._begun = 0
-        """Passes begun so far; rows of an unfinished pass have been trained too."""
-        self.keys: dict[str, NDArray[np.int64]] = {}
-        """All keys by table, in the order of rows."""
+        self.trained = 0  # passes trained so far
+        self._begun = 0  # passes begun so far; rows of an unfinished pass have been trained too
+        self.keys: dict[str, NDArray[np.int64]] = {}  # all keys by table, in the order of rows
         self._place = {t.name: (g, i) for g, group in enumerate(self.groups) for i, t in enumerate(group.tables)}
         self._first: dict[str, int] = {}
         self._finders: dict[str, ResidentKeys] = {}
@@ -97,7 +93,6 @@ class ResidentRows:
         return rows
 
     def _fill(self, g: int) -> None:
-        """Make the initial rows of a group."""
         group, arrays, backend = self.groups[g], self._arrays_G[g], self.backend
         for values, field in zip(arrays.fields[1:], group.fields[1:], strict=True):
             backend.set_rows(values, None, field.initial)
@@ -111,8 +106,6 @@ class ResidentRows:
                 backend.write(vectors, _first_vectors(table, keys))
             if group.dtype != "float32":
                 backend.write_streams(table, keys, arrays.streams[slots], None, None)
-
-    # -- for the loop -------------------------------------------------------------------------------------
 
     batch_order = plan = None
 
@@ -158,8 +151,6 @@ class ResidentRows:
         """Count a pass as trained."""
         self.trained += 1
 
-    # -- for the cache ------------------------------------------------------------------------------------
-
     @property
     def device_bytes(self) -> int:
         """Bytes of rows and slot maps."""
@@ -195,9 +186,8 @@ class ResidentRows:
     def read(
         self, table_name: str, at: NDArray[np.int64] | None = None, num_fields: int | None = None
     ) -> tuple[NDArray[np.float32], ...]:
-        """Return the first fields of some rows, by position in ``keys``; None: all rows, all fields.
-
-        With all rows, they are views on a CPU, except for 16-bit vectors, and copies from a GPU.
+        """Return the first fields of rows at positions in ``keys``; None: of all, on a CPU as views unless they have 16
+        bits.
         """
         self._check_open()
         g, first = self._place[table_name][0], self._first[table_name]
@@ -227,9 +217,8 @@ class ResidentKeys:
         self._marked: set[int] = set()
 
     def find(self, keys: NDArray[np.int64], trained: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the position of each key, and which keys were trained in one of the sub-datasets ``trained``.
-
-        If the table was trained with an out-of-vocabulary row, the other keys have its position.
+        """Return the position of each key, or of the shared row, and which were trained in the sub-datasets
+        ``trained``.
         """
         if not self._keys.size:
             return np.zeros(keys.size, np.int64), np.zeros(keys.size, dtype=bool)
@@ -256,8 +245,7 @@ class InMemoryRows:
         self.groups: tuple[Group, ...] = rows.groups
         self._tables = {table.name: table for group in rows.groups for table in group.tables}
         self._rows, self._trained_sub_datasets = rows, trained
-        self.unseen: Unseen = "initial"
-        """See `CurrentRows`."""
+        self.unseen: Unseen = "initial"  # see `CurrentRows`
 
     def fields(self, table_name: str, keys: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
         """Return the vector and every optimizer state of ``keys``, as `CurrentRows` does."""

@@ -46,8 +46,7 @@ class RowGradients:
         """True if rows were looked up for training, and neither a backward nor a step came since."""
         self.unstepped: set[int] = set()
         """The ends of the batches whose rows were looked up for training since the last step."""
-        self.num_steps = Counter[str]()
-        """The steps so far that moved rows of a table."""
+        self.num_steps = Counter[str]()  # the steps so far that moved rows of a table
 
     def receive(self) -> None:
         """Record that a backward came, also if it leaves no gradient."""
@@ -70,9 +69,8 @@ class RowGradients:
         return any(self.collected) or any(map(is_unstepped, self.arrivals))
 
     def expire(self, where: str) -> None:
-        """Expire gradients left by another optimizer's step: ``where`` ends, and they must be dropped later.
-
-        Gradients that a GradScaler skipped count as dropped.
+        """Expire gradients left by another optimizer's step, when ``where`` ends; those a GradScaler skipped are
+        dropped.
         """
         if self.anchors.ledger is not None and any(one.is_pending and not one.is_passed_over for one in self.arrivals):
             self.anchors.ledger.drop()
@@ -125,10 +123,7 @@ class RowGradients:
 
 
 def is_unstepped(arrival: Arrival) -> bool:
-    """Return True for gradients that have to be stepped before their pass ends; waits for a GPU.
-
-    False if they are not finite, because a GradScaler has skipped their step.
-    """
+    """Return True for gradients that must be stepped before their pass ends: finite ones; waits for a GPU."""
     arrival.anchor.drop_dropped()
     if not arrival.is_pending or arrival.is_passed_over or arrival.anchor.is_skipped:
         return False

@@ -36,13 +36,10 @@ if TYPE_CHECKING:
 class RowOptimizer(torch.optim.Optimizer):
     """The optimizer of rows: each table is updated by the optimizer in its specification.
 
-    ``param_groups`` are the tables, each with the placeholders of its pending gradients (see `anchors`), and with
-    ``lr``, ``weight_decay`` (of the rows that a step touches) and the other settings of the table's optimizer by
-    torch's names: ``eps``, ``betas``, ``momentum``. They are read at each step, so the schedulers of
-    `torch.optim.lr_scheduler` work. Tables with the same row layout share them. All gradients of a row since the last
-    step are summed, in the order of the backward calls, then of features and samples; then the row is updated once.
-
-    The optimizer of a cache, `JointOptimizer`, steps it after the dense ones.
+    ``param_groups`` are the tables, each with the placeholders of its pending gradients (see `anchors`) and the
+    settings of its optimizer by torch's names, which are read at each step, so schedulers work. Tables with the same
+    row layout share them. All gradients of a row since the last step are summed, in the order of the backward calls,
+    then of features and samples; then the row is updated once. `JointOptimizer` steps it after the dense optimizers.
     """
 
     def __init__(self, groups: tuple[Group, ...], backend: Backend) -> None:
@@ -50,10 +47,8 @@ class RowOptimizer(torch.optim.Optimizer):
         self.anchors, self.hooks = Anchors(), RowHooks()
         self.gradients = RowGradients(len(groups), self.anchors)
         self.num_ranks = 1
-        self.max_norm: float | None = None
-        """The norm that gradients were last clipped to."""
-        self.steps = 0
-        """Steps applied so far."""
+        self.max_norm: float | None = None  # the norm that gradients were last clipped to
+        self.steps = 0  # steps applied so far
         self._names = [tuple(group.optimizer.settings()) for group in groups]
         """The settings of each group's optimizer; the learning rate is the first."""
         self._values_of = [itemgetter(*names) for names in self._names]
@@ -61,25 +56,17 @@ class RowOptimizer(torch.optim.Optimizer):
         """Optimizers as of the previous step, by group, and the settings they were made from."""
         self.run_step: Callable[[torch.optim.Optimizer | None], None] = _of_no_cache
         """Makes the cache step the rows that step with a dense optimizer; None: all."""
-        self.is_stepping = False
-        """True while `JointOptimizer` steps the dense optimizers."""
-        self.is_restored = False
-        """True once the steps are those of the store's last commit."""
-        self.identity = uuid.uuid4().hex
-        """The name of these rows if no store has them."""
-        self._is_warned = False
-        """True once a loop without zero_grad() was warned."""
+        self.is_stepping = False  # True while `JointOptimizer` steps the dense optimizers
+        self.is_restored = False  # True once the steps are those of the store's last commit
+        self.identity = uuid.uuid4().hex  # the name of these rows if no store has them
+        self._is_warned = False  # True once a loop without zero_grad() was warned
         self.settings_check = SettingsCheck()
-        self.dense: list[torch.optim.Optimizer] = []
-        """The cache's optimizers of dense parameters."""
+        self.dense: list[torch.optim.Optimizer] = []  # the cache's optimizers of dense parameters
         tables = [{"params": [], **_settings(table)} for group in groups for table in group.tables]
         cycled = {name: tables[0][name] for name in ("betas", "momentum") if all(table.get(name) for table in tables)}
         super().__init__(tables, cycled)
         self._of = {group["table"]: group for group in self.param_groups}
-        self._own = {table["table"]: {*table} for table in tables}
-        """The settings that the optimizer of a table has."""
-
-    # -- the interface of torch's optimizers --------------------------------------------------------------
+        self._own = {table["table"]: {*table} for table in tables}  # the settings that the optimizer of a table has
 
     def lacked_by(self, group: dict[str, Any]) -> set[str]:
         """Return the settings of torch's optimizers that the rows of a parameter group do not have."""
@@ -105,10 +92,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def step(
         self, closure: Callable[[], Any] | None = None, *, dense: torch.optim.Optimizer | None = None
     ) -> Any:  # fmt: skip
-        """Update the rows that have gradients: of modules that step with ``dense``, or of all.
-
-        Gradients that were dropped since backward are not applied.
-        """
+        """Update the rows that have undropped gradients: of modules that step with ``dense``, or of all."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -174,7 +158,6 @@ class RowOptimizer(torch.optim.Optimizer):
         return found
 
     def _owned(self) -> dict[int, torch.optim.Optimizer]:
-        """Return the dense optimizer of each parameter, by its id."""
         return {id(p): one for one in self.dense for group in one.param_groups for p in group["params"]}
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,8 +181,6 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"{what} writes rows on the rank that looks them up, but this cache has {self.num_ranks} ranks: "
                 "train on one, or do not use it"
             )
-
-    # -- for the cache ------------------------------------------------------------------------------------
 
     @property
     def pending(self) -> bool:
@@ -363,9 +344,8 @@ class RowOptimizer(torch.optim.Optimizer):
         return [float(self._shared(g)["lr"]) for g in range(len(self._groups))]
 
     def optimizer(self, g: int) -> Optimizer:
-        """Return the optimizer of a group with the current settings except the learning rate, which a step passes.
-
-        Raises ValueError for settings that its rows have no state for.
+        """Return the optimizer of a group with current settings. Raises ValueError for those its rows have no state
+        for.
         """
         settings, group = self._shared(g), self._groups[g]
         values = [settings[name] for name in self._names[g][1:]]
@@ -439,12 +419,10 @@ class RowOptimizer(torch.optim.Optimizer):
                 self._of[table.name].update(stored | {"step": self.steps} | changed)
 
 
-_EPS = 1e-6
-"""The epsilon that torch.nn.utils.clip_grad_norm_ adds to the norm."""
+_EPS = 1e-6  # the epsilon that torch.nn.utils.clip_grad_norm_ adds to the norm
 
 
 def _settings(table: Table) -> dict[str, Any]:
-    """Return the settings of a table by torch's names."""
     return {"table": table.name, **table.optimizer.settings(), "step": 0}
 
 

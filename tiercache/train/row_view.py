@@ -48,10 +48,8 @@ class RowView:
         self.gradients = gradients
         self.name = name
         self.ended = self.is_closed = self.is_dropped = False
-        self.schema: Schema | None = None
-        """The schema of the dataset, which modules are compared with."""
-        self.ledger: PassLedger | None = None
-        """The record of the pass's batches."""
+        self.schema: Schema | None = None  # the schema of the dataset, which modules are compared with
+        self.ledger: PassLedger | None = None  # the record of the pass's batches
         self.spans: Mapping[str, slice] = {}
         """The positions of each table within its group, also before the rows are on the device."""
         self.keys_of: Callable[[str], NDArray[np.int64]] | None = None
@@ -120,9 +118,8 @@ class RowView:
     def look_up(self, end: int, *, trains: bool = True) -> None:
         """Check that a module may look up the rows of a batch, which ends at sample ``end``, and load them.
 
-        trains: True if gradients, if enabled, train rows; False for a frozen module. Raises RuntimeError if the pass
-        has ended, StateError if the previous pass was not trained to its end or if the rows are copies from before a
-        step.
+        trains: False for a frozen module. Raises RuntimeError if the pass has ended, StateError if the previous one was
+        not trained to its end or if the rows are copies from before a step.
         """
         self.check()
         if self._copied is not None and self._copied[0].steps != self._copied[1]:
@@ -147,10 +144,7 @@ class RowView:
             close()
 
     def end(self) -> None:
-        """End the pass: its local ids mean other rows from now on. Iterators that prefetch batches end first.
-
-        References to batches do not keep the memory of the rows.
-        """
+        """End the pass, after iterators that prefetch: its ids mean other rows now. Batches keep no memory of rows."""
         self.ended = True
         self.close()
         self.groups, self._load = (), None
@@ -170,14 +164,12 @@ class RowView:
 class Pooled:
     """A feature of one batch that the owner of its table pools: its module finds vectors, but no ids."""
 
-    mode: str
-    """"sum" or "mean"."""
+    mode: str  # "sum" or "mean"
     vectors: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float32, device="cpu"))
     """(N, dim) float32, once the batch is looked up; zeros for an empty bag."""
     pending: list[tuple[Arrival, slice]] = field(default_factory=list)
     """The gradient of each lookup's backward, and this feature's columns in it."""
-    gradients: list[torch.Tensor] = field(default_factory=list)
-    """The gradients that the step adds up and applies."""
+    gradients: list[torch.Tensor] = field(default_factory=list)  # the gradients that the step adds up and applies
 
     def collect(self) -> None:
         """Move the gradients that the step applies to ``gradients``, as `RowGradients.collect` does."""

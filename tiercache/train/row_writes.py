@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from tiercache.train.table_lookup import TableLookup
     from tiercache.values.lookups import GroupRows
 
-RowHook = Callable[[torch.Tensor], torch.Tensor]
-"""Returns new vectors (rows, dim) for the given ones."""
-_EPS = 1e-7
-"""The epsilon that torch.embedding_renorm_ adds to the norm."""
+RowHook = Callable[[torch.Tensor], torch.Tensor]  # returns new vectors (rows, dim) for the given ones
+_EPS = 1e-7  # the epsilon that torch.embedding_renorm_ adds to the norm
 
 
 @torch.no_grad()

@@ -42,21 +42,16 @@ class SettingsCheck:
     """
 
     def __init__(self) -> None:
-        self._seen: list[list[Any]] = []
-        """The settings of all groups at the previous step."""
+        self._seen: list[list[Any]] = []  # the settings of all groups at the previous step
         self._dense: dict[int, dict[str, Any]] = {}
         """The settings that modules step with, by the id of the module's anchor."""
-        self._rows: dict[str, dict[str, Any]] = {}
-        """The settings of tables."""
+        self._rows: dict[str, dict[str, Any]] = {}  # the settings of tables
         self._warned = set[str]()
-        self._num_known = -1
-        """The number of settings of all tables if none of them has any that rows lack."""
+        self._num_known = -1  # the number of settings of all tables if none of them has any that rows lack
 
     def follow(self, rows: RowOptimizer) -> None:
-        """Check the modules that are newly in an optimizer.
-
-        Raises StateError if their rows step by another default, or an optimizer has the state of a whole table;
-        ValueError if two optimizers have one.
+        """Check modules newly in an optimizer: one optimizer each, not another default, and without a whole table's
+        state.
         """
         owned = _owned(rows)
         new = [one for one in rows.anchors.readers if id(one.anchor) in owned and id(one.anchor) not in self._dense]
@@ -183,5 +178,4 @@ def _number(value: Any) -> float | list[Any] | None:
 
 
 def _owned(rows: RowOptimizer) -> dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]]:
-    """Return the dense optimizer and its group of each parameter, by its id."""
     return {id(p): (one, group) for one in rows.dense for group in one.param_groups for p in group["params"]}

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import GroupRows
 
 
-Key = IdOrder
-"""Identifies a collation: features, and whether they are bags."""
+Key = IdOrder  # identifies a collation: features, and whether they are bags
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -43,13 +42,10 @@ class FeaturePart:
 
     group: int
     features: tuple[str, ...]
-    tables: tuple[str, ...]
-    """The table of each feature."""
+    tables: tuple[str, ...]  # the table of each feature
     modes: NDArray[np.int8]
-    cols: NDArray[np.int64]
-    """The first output column of each feature."""
-    bags: bool
-    """True if a feature may have any number of ids, or weights."""
+    cols: NDArray[np.int64]  # the first output column of each feature
+    bags: bool  # True if a feature may have any number of ids, or weights
     _bases: list[Any] = field(default_factory=lambda: [(lambda: None, None)])
     """A reference to the rows that were looked up last, and the bases in them; one tuple, because threads share it."""
 
@@ -86,18 +82,13 @@ class FeaturePart:
 class Collated:
     """The ids of a part in one batch, feature-major."""
 
-    ids: Array
-    """(E,) on the device."""
-    starts: NDArray[np.int64]
-    """(F + 1,) the first entry of each feature."""
-    offsets: Array | None
-    """(F * N + 1,) on the device, for bags."""
+    ids: Array  # (E,) on the device
+    starts: NDArray[np.int64]  # (F + 1,) the first entry of each feature
+    offsets: Array | None  # (F * N + 1,) on the device, for bags
     bad: tuple[int, int] | None = None
     """Entry and id of the first invalid local id: its table does not have it in the pass."""
-    weights: Array | None = None
-    """(E,) on the device: the data's weights, if it has any and the batch was made ahead."""
-    runs: FeatureRuns | None = None
-    """The order of the ids by position, if they were sorted."""
+    weights: Array | None = None  # (E,) on the device: the data's weights, if it has any and the batch was made ahead
+    runs: FeatureRuns | None = None  # the order of the ids by position, if they were sorted
 
 
 def collate_part(part: FeaturePart, found: Sequence[FeatureIds | FoundIds], rows: RowView, n: int) -> Collated:
@@ -135,10 +126,7 @@ class Collations:
         ids: Mapping[str, FeatureIds],
         made: Mapping[Key, Collated],
     ) -> None:
-        """seen, trained: record the parts that are looked up, so that later batches collate and sort them ahead.
-
-        ids: the ids of the batch.
-        """
+        """seen, trained: record the parts of lookups, so that later batches collate and sort them ahead."""
         self._seen, self._trained, self._ids, self._made = seen, trained, ids, made
 
     def of(self, part: FeaturePart, ids: Mapping[str, FeatureIds | FoundIds], *, trained: bool) -> Collated | None:
@@ -229,8 +217,7 @@ class TableLookup:
         if pending is not None and torch.is_grad_enabled() and not pending.anchors.is_stepped and pending.is_pending:
             raise StateError(NOBODY_STEPS)
         self.entries = read_entries(part, batch, weights or {})
-        self.found: LookedUp
-        """The backend's results, set by forward."""
+        self.found: LookedUp  # the backend's results, set by forward
         self._steps = self._num_steps() if weights else []
 
     @property

@@ -31,16 +31,14 @@ if TYPE_CHECKING:
 
 
 class TableModule(nn.Module):
-    """A module that looks up tables.
+    """A module that looks up tables, without rows.
 
-    It has no rows. It has a parameter of one element, the anchor, which makes gradients of rows visible to torch (see
-    `anchors`). The rows that the module looks up step with the optimizer that has the anchor;
-    ``requires_grad_(False)`` freezes them. Outputs have the dtype of the anchor. Its value has no meaning and is not
-    part of the module's state.
+    Its parameter of one element, the anchor, makes gradients of rows visible to torch (see `anchors`): rows step with
+    the optimizer that has it, ``requires_grad_(False)`` freezes them, and outputs have its dtype. It is no part of the
+    state.
     """
 
-    is_restoring = False
-    """True while a cache restores a commit, whose state belongs to the rows of that commit."""
+    is_restoring = False  # True while a cache restores a commit, whose state belongs to the rows of that commit
 
     def __init__(self, schema: Schema, features: Sequence[str] | None) -> None:
         super().__init__()
@@ -63,20 +61,16 @@ class TableModule(nn.Module):
         self.feature_specs = {name: specs[name] for name in self.features}
         dims = {table.name: table.dim for table in schema.tables}
         self.dims = [dims[spec.table] for spec in self.feature_specs.values()]
-        self.tables = [*dict.fromkeys(self.feature_specs[name].table for name in self.features)]
-        """The tables looked up."""
+        self.tables = [*dict.fromkeys(self.feature_specs[name].table for name in self.features)]  # the tables looked up
         self.table_specs = {table.name: table for table in schema.tables if table.name in self.tables}
         """By name, as in the module's schema."""
-        self.schema = schema
-        """The schema it was created with: the whole schema, with all tables of its model."""
+        self.schema = schema  # the schema it was created with: the whole schema, with all tables of its model
         self._checked: Schema | None = None
         """The schema of the rows that were looked up last, which has the same features and tables."""
         self.pooling: dict[str, str | None] = dict.fromkeys(self.features)
         """By feature, the mode in which owners of its rows may pool it for other ranks; None if its rows are needed."""
-        self.padding: int | None = None
-        """The padding key."""
-        self.max_norm: float | None = None
-        """The largest norm of a row that is looked up; None: any."""
+        self.padding: int | None = None  # the padding key
+        self.max_norm: float | None = None  # the largest norm of a row that is looked up; None: any
         self.norm_type = 2.0
         of_one = torch.full((1, 1), _ANCHOR, dtype=torch.float32, device="cpu")
         self.anchor = nn.Parameter(of_one, requires_grad=bool(self.features))
@@ -99,16 +93,11 @@ class TableModule(nn.Module):
         buckets = [self.feature_specs[name].num_buckets for name in self.features]
         self.num_embeddings = buckets[0] if len(buckets) == 1 and buckets[0] is not None else UNBOUNDED
         """The range of keys of the only feature: its hash buckets, or the rows of the module that this replaced."""
-        self.number = number_module(self)
-        """The number by which compiled models find the module."""
-        self.num_resets = 0
-        """The number of times that `_apply` reset the anchor, which is no write of the loop."""
-        self.was_bound = False
-        """True once this module, or the one that this is a copy of, was in a cache."""
-        self.copied_from = 0
-        """The number of the module that this is a copy of; 0: not a copy."""
-        self._original = 0
-        """The same, if it was copied in this process."""
+        self.number = number_module(self)  # the number by which compiled models find the module
+        self.num_resets = 0  # the number of times that `_apply` reset the anchor, which is no write of the loop
+        self.was_bound = False  # True once this module, or the one that this is a copy of, was in a cache
+        self.copied_from = 0  # the number of the module that this is a copy of; 0: not a copy
+        self._original = 0  # the same, if it was copied in this process
 
     def __getattr__(self, name: str) -> Any:
         if name == "anchor" and (found := self._parameters.get(name)) is not None:  # at each lookup
@@ -118,7 +107,6 @@ class TableModule(nn.Module):
 
     @property
     def _names(self) -> str:
-        """Names of the tables, as shown in messages."""
         return ", ".join(map(repr, self.tables))
 
     def mode_of(self, feature: str) -> str | None:
@@ -126,14 +114,9 @@ class TableModule(nn.Module):
         return None
 
     def check(self, name: str, schema: Schema, data: str) -> None:
-        """Raise DatasetError unless the features and tables looked up match ``schema``, the schema of ``data``.
+        """Raise DatasetError unless the features and tables looked up match those of a dataset, from which rows come.
 
-        A lookup takes dims and hotness from the module, but rows come from the dataset.
-
-        Args:
-            name: of the module; empty for a module that is not registered with a cache.
-            schema: of the dataset.
-            data: the dataset's name in errors.
+        name: of the module, "" for one that is not registered. data: the dataset's name in errors.
         """
         module = f"{type(self).__name__} {name!r}" if name else f"an unregistered {type(self).__name__}"
         advice = (
@@ -192,10 +175,10 @@ class TableModule(nn.Module):
         return out if out.dtype == self.anchor.dtype else out.to(self.anchor.dtype)
 
     def begin_lookup(self, batch: Batch) -> bool:
-        """Check that the rows of a batch can be looked up, and load them; return True if this module may train them.
+        """Check that rows can be looked up, and load them; return True if this module may train them.
 
-        Raises DatasetError for rows of a dataset with other features or tables: an unregistered module is compared at
-        its first lookup.
+        Raises DatasetError for rows of other features or tables: unregistered modules are compared at their first
+        lookup.
         """
         rows = batch.rows
         if rows.schema is not None and rows.schema is not self._checked:
@@ -231,14 +214,9 @@ class TableModule(nn.Module):
         rows: Callable[[], Callable[[], dict[str, Any]] | None] | None,
         optimizer: Callable[[], RowOptimizer | None] | None = None,
     ) -> None:
-        """Bind the module to a cache by references to two of its methods and to the optimizer of its rows.
+        """Bind the module to a cache. plain: makes batches of plain keys. rows: names the store and the commit.
 
-        Args:
-            plain: makes batches of plain tensors of keys.
-            rows: names the store and the commit; None without a store.
-
-        Raises:
-            StateError: a state was loaded that belongs to other rows.
+        Raises StateError if a state was loaded that belongs to other rows.
         """
         if plain == self._plain:
             return
@@ -247,10 +225,7 @@ class TableModule(nn.Module):
         self._check_rows()
 
     def batch_of_keys(self, keys: Any) -> Batch:
-        """Return a batch with the rows of the only feature's keys, a `KeyInput`.
-
-        Raises StateError for an unregistered module, IndexError for keys that a converted module lacks.
-        """
+        """Return a batch of the only feature's keys, a `KeyInput`. Raises StateError for an unregistered module."""
         plain = self._plain_or_original()
         if plain is None:
             raise StateError(
@@ -279,7 +254,6 @@ class TableModule(nn.Module):
         return None if original is None else original._plain_or_original()
 
     def _check_rows(self) -> None:
-        """Raise StateError if the loaded state belongs to other rows."""
         state, now = self._loaded, self._named_rows()
         if state is None or now is None:
             return
@@ -381,10 +355,8 @@ def check_within(keys: NDArray[np.int64], bound: int | None, table: str) -> None
 
 _PROCESS = secrets.token_hex(8)
 """Differs between processes, except for forks: numbers of modules mean something in one process."""
-_ANCHOR = 2.0**-10
-"""The value of anchors, exact in every dtype: a penalty on it has a gradient, see `anchors`."""
-UNBOUNDED = (1 << 63) - 1
-"""The key range of a table that accepts any int64."""
+_ANCHOR = 2.0**-10  # the value of anchors, exact in every dtype: a penalty on it has a gradient, see `anchors`
+UNBOUNDED = (1 << 63) - 1  # the key range of a table that accepts any int64
 _INSTEAD = {
     "weight": "it looks up several tables, whose rows are in the store and on the device: read them with Store.lookup",
     "embedding_dim": "the columns of each feature are in .dims",
@@ -422,10 +394,7 @@ def named_table_modules(one: object) -> list[tuple[str, TableModule]]:
 
 
 def check_modules(objects: Mapping[str, object], passes: DatasetView) -> None:
-    """Raise an error for a module among ``objects``, by name, that cannot be registered with a cache.
-
-    DatasetError if it was created with another schema's tables, ValueError if its anchor was initialized.
-    """
+    """Raise DatasetError for a module made with other tables, ValueError for one whose anchor was initialized."""
     for name, one in objects.items():
         for path, module in named_table_modules(one):
             full = f"{name}.{path}" if path else name
@@ -439,10 +408,7 @@ def anchor_ids(objects: Iterable[object]) -> set[int]:
 
 
 def poolings(modules: Iterable[nn.Module], features: Iterable[str]) -> dict[str, str | None]:
-    """Return the pooling mode of each feature that some of ``modules`` looks up, in the order of ``features``.
-
-    None: in several modes, or its rows are needed. Without any embedding module all are looked up, by their rows.
-    """
+    """Return the modes of features that ``modules`` look up, or of all; None: several modes, or rows are needed."""
     modes: dict[str, set[str | None]] = {}
     for part in table_modules(modules):
         for name, mode in part.pooling.items():

@@ -172,8 +172,7 @@ class _KeyedRows(nn.Module):
         self.register_buffer("order", torch.from_numpy(order))
         shared = np.flatnonzero(keys == OOV_KEY)
         self._has_shared = bool(shared.size)
-        self._default = int(shared[0]) if shared.size else keys.size
-        """The out-of-vocabulary row of all other keys."""
+        self._default = int(shared[0]) if shared.size else keys.size  # the out-of-vocabulary row of all other keys
 
     @classmethod
     def of(cls, store: Store, name: str, keys: Any, unseen: Unseen, dtype: torch.dtype) -> _KeyedRows:

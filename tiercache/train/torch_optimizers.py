@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 OptimizerOfRows = Optimizer | torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, Optimizer]
 """The optimizer of rows, as `convert` takes it."""
 _KNOWN = "SGD, Adagrad, SparseAdam, Adam, AdamW"
-REFUSED = ("maximize", "amsgrad", "lr_decay", "dampening")
-"""Settings of torch's optimizers that rows do not have."""
+REFUSED = ("maximize", "amsgrad", "lr_decay", "dampening")  # settings of torch's optimizers that rows do not have
 SETTINGS = (*REFUSED, "weight_decay", "momentum", "nesterov", "betas", "eps", "decoupled_weight_decay")
 """Settings that a row optimizer follows or refuses, besides the learning rate."""
 
@@ -33,10 +32,7 @@ def as_list(optimizer: object) -> list[torch.optim.Optimizer]:
 
 
 def as_row_optimizer(optimizer: object, name: str, weight: torch.Tensor) -> Optimizer | None:
-    """Return the row optimizer for a table that replaces ``weight``; None: none was given.
-
-    Raises ValueError if no row optimizer is equivalent to torch's.
-    """
+    """Return the row optimizer for a replaced weight; None: none was given. Raises ValueError if torch's has none."""
     if optimizer is None or isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, str | bytes | Mapping) or not (found := as_list(optimizer)):
@@ -118,10 +114,7 @@ def step_alike(
 def replace_parameters(
     optimizers: Iterable[torch.optim.Optimizer], replaced: Mapping[int, tuple[torch.Tensor, torch.nn.Parameter]]
 ) -> None:
-    """Put anchors in the place of replaced weights in optimizers.
-
-    replaced: by the id of a weight, the weight and the anchor that replaces it.
-    """
+    """Put anchors in the place of replaced weights in optimizers. replaced: both, by the id of the weight."""
     for one in optimizers:
         for group in one.param_groups:
             for i, parameter in enumerate(group["params"]):
@@ -180,10 +173,8 @@ def _like_anchor(value: Any, weight: torch.Tensor, anchor: torch.Tensor) -> Any:
 
 
 def check_defaults(objects: Iterable[object], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Raise StateError if rows have the default optimizer, but torch's in the cache would train them otherwise.
-
-    A model that was converted without ``optimizer=`` has the default; the optimizer that has the anchor of a module
-    shows what its user intends.
+    """Raise StateError if rows have the default optimizer, but the one that has their anchor would train them
+    otherwise.
     """
     modules: list[TableModule] = [one for one in table_modules(objects) if one.has_default_optimizer]
     for one in optimizers:

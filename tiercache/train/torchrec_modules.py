@@ -70,8 +70,7 @@ class ConvertedBags(EmbeddingBagCollection):
         outputs: Sequence[str],
     ) -> None:
         super().__init__(schema, features, mode=mode)
-        self.inputs, self.outputs = [*inputs], [*outputs]
-        """The names of each feature and its vectors in torchrec."""
+        self.inputs, self.outputs = [*inputs], [*outputs]  # the names of each feature and its vectors in torchrec
 
     def tables_in(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
         """Return the names of the plain modules' weights in a state of torchrec's collection."""
@@ -87,8 +86,7 @@ class ConvertedRows(EmbeddingCollection):
 
     def __init__(self, schema: Schema, features: Sequence[str], inputs: Sequence[str], outputs: Sequence[str]) -> None:
         super().__init__(schema, features)
-        self.inputs, self.outputs = [*inputs], [*outputs]
-        """The names of each feature and its vectors in torchrec."""
+        self.inputs, self.outputs = [*inputs], [*outputs]  # the names of each feature and its vectors in torchrec
 
     def tables_in(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
         """Return the names of the plain modules' weights in a state of torchrec's collection."""

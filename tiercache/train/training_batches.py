@@ -42,10 +42,8 @@ class TrainingBatches:
         self.current_pass: Pass | None = None
         """The pass of the newest batch, for ``skip``, ``stop`` and ``log_loss``; None before the first."""
         self._total: int | None = None
-        self._before = 0
-        """Batches that were yielded before the state that was loaded."""
-        self._is_measured = False
-        """True if ``len`` was called before a state was loaded."""
+        self._before = 0  # batches that were yielded before the state that was loaded
+        self._is_measured = False  # True if ``len`` was called before a state was loaded
 
     def __len__(self) -> int:
         """Return the number of batches that a new iteration yields, or that the current one yields in all.
@@ -130,10 +128,7 @@ class TrainingBatches:
 
 
 def _check_steps(samples: Sequence[int], size: int, per_step: int, last: int | None) -> None:
-    """Raise ValueError if the batches of a step would be of two passes.
-
-    All sub-datasets must have whole steps but ``last``, which is trained last and once.
-    """
+    """Raise ValueError if a step would be of two passes. last: trained last and once, so it may end inside a step."""
     for index, count in enumerate(samples):
         if index != last and (rest := -(-count // size) % per_step):
             remedy = (

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 _BATCH = 4096
 _WIDTH = 128
-_WARM_BATCHES = 2
-"""Warm-up batches, which are not measured."""
+_WARM_BATCHES = 2  # warm-up batches, which are not measured
 
 
 class _Net(nn.Module):
