@@ -432,11 +432,6 @@ class Anchors:
                     found = found.where(one.isfinite().all().to(found.device), math.inf)
         return found
 
-    def note_overflow(self, found: torch.Tensor) -> None:
-        """Make anchors skip a step if ``found``, of one element, is not 0; does not wait for a GPU."""
-        for anchor in self:
-            anchor.flag_overflow(found)
-
     def note_step(self, *, applied: bool) -> None:
         """Record a step of the cache's optimizer. applied: True if it finds gradients of rows."""
         self.is_stepped = True

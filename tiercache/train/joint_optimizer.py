@@ -204,12 +204,6 @@ class JointOptimizer(torch.optim.Optimizer):
         return self._parts.setdefault(id(optimizer), JointOptimizer(self.rows, optimizer))
 
     @property
-    def has_scheduler(self) -> bool:
-        """True if a scheduler of torch changes the rates of all groups or of a part."""
-        every = (self, *self._parts.values())
-        return any(hasattr(one.step, "_wrapped_by_lr_sched") for one in every)
-
-    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The current groups of dense parameters and tables."""
         return [group for one in self.dense for group in one.param_groups] + self.rows.groups_of(self._dense)
@@ -362,7 +356,9 @@ class ScheduleCheck:
     def check(self) -> None:
         """Warn if dense rates have a scheduler, or changed since the loop began, but rates of rows did not."""
         rows, *dense = [self._follows_schedule(one) for one in (self._joint.rows, *self._joint.dense)]
-        if any(dense) and not rows and not self._joint.has_scheduler and not self._is_warned:
+        joint = (self._joint, *self._joint._parts.values())
+        has_scheduler = any(hasattr(one.step, "_wrapped_by_lr_sched") for one in joint)
+        if any(dense) and not rows and not has_scheduler and not self._is_warned:
             self._is_warned = True
             warnings.warn(
                 "the learning rate of an optimizer of this cache follows a schedule, but rows keep theirs: create the "

@@ -12,7 +12,7 @@ from tiercache.kernels.arrays import address_of
 from tiercache.kernels.cuda.sorting import LookupPositions, SortPlan
 from tiercache.train.row_gradients import ended_unstepped
 from tiercache.train.row_view import make_batch
-from tiercache.train.table_lookup import Collated, Collations, FeaturePart, Key
+from tiercache.train.table_lookup import Collated, Collations, FeaturePart
 from tiercache.values.batch import Batch, BatchRequest
 from tiercache.values.lookups import FeatureRuns
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from tiercache.data.block_layout import BlockLayout
+    from tiercache.data.block_layout import BlockLayout, IdOrder
     from tiercache.data.dataset import DatasetView
     from tiercache.data.sub_dataset import SampleBlock
     from tiercache.dist.communicator import AnyCommunicator
@@ -71,8 +71,8 @@ class LocalExchange:
         """live_rows: a method of the cache, held weakly; it returns a reader of current rows."""
         self.ranks = ranks
         self._backend, self._optimizer, self._live_rows = backend, optimizer, weakref.WeakMethod(live_rows)
-        self._seen: weakref.WeakValueDictionary[Key, FeaturePart] = weakref.WeakValueDictionary()  # as modules live
-        self._trained: weakref.WeakValueDictionary[Key, FeaturePart] = weakref.WeakValueDictionary()
+        self._seen: weakref.WeakValueDictionary[IdOrder, FeaturePart] = weakref.WeakValueDictionary()  # as modules live
+        self._trained: weakref.WeakValueDictionary[IdOrder, FeaturePart] = weakref.WeakValueDictionary()
         self._plans: weakref.WeakKeyDictionary[BlockLayout, _Plan] = weakref.WeakKeyDictionary()
 
     @property
@@ -99,7 +99,7 @@ class LocalExchange:
         """Return a function that makes a batch, with the ids of modules on the device."""
         return partial(self._make, request, rows, [*self._seen.items()])
 
-    def _make(self, request: BatchRequest, rows: RowView, parts: Sequence[tuple[Key, FeaturePart]]) -> _MadeBatch:
+    def _make(self, request: BatchRequest, rows: RowView, parts: Sequence[tuple[IdOrder, FeaturePart]]) -> _MadeBatch:
         upload = self._backend.upload()
         samples = request.source.read(request.places, upload, orders=tuple([key for key, _ in parts]))
         block = samples.block
@@ -121,7 +121,7 @@ class LocalExchange:
         )  # fmt: skip
         return _MadeBatch(batch, upload)
 
-    def _plan(self, rows: RowView, parts: Sequence[tuple[Key, FeaturePart]], block: SampleBlock) -> _Plan:
+    def _plan(self, rows: RowView, parts: Sequence[tuple[IdOrder, FeaturePart]], block: SampleBlock) -> _Plan:
         """Return how to collate and sort the parts of a block, across those of a group; computed once per layout."""
         layout, places = block.layout, block.places
         trains = rows.gradients is not None and self._backend.queues  # a CPU sorts in the step

@@ -149,12 +149,3 @@ class PassLedger:
 
 def _batches(count: int) -> str:
     return f"{count:,} batch" if count == 1 else f"{count:,} batches"
-
-
-def ended_by_evaluation(index: int, following: int) -> StateError:
-    """Return the error of a lookup without gradients that would end a pass before it is trained."""
-    return StateError(
-        f"a batch of pass {following} was looked up without gradients before any of it was trained, but pass {index} "
-        "is not trained to its end: rows of the next pass are loaded with its first trained batch, so "
-        "evaluate batches after it, or use cache.evaluate()"
-    )

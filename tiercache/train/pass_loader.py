@@ -33,7 +33,7 @@ _OURS = {
 
 
 class LoaderPlan:
-    """The batches of a pass in order."""
+    """The batches of a pass in order: the batch sampler of its DataLoader."""
 
     def __init__(self, taken: Pass, batch_size: int | None, *, shuffle: bool) -> None:
         """batch_size: None: batches as they were recorded."""
@@ -41,13 +41,24 @@ class LoaderPlan:
         self._recorded: RecordedBatches = taken.source.whole.recorded
         self._size = self._recorded.recording.batch_size if batch_size is None else check_size(batch_size)
         self.is_as_recorded = self._size is None  # True if it yields whole recorded batches
-        self.order = {"batches": "as recorded"} if self.is_as_recorded else {}
-        """Settings of the order, besides seed and shuffling."""
+        self.pending: deque[LoadedBatch] = deque()  # batches that are being made
+
+    def __iter__(self) -> Iterator[BatchIndices]:
+        taken = self._pass
+        self.pending.clear()
+        for batch in self.batches():
+            self.pending.append(batch)
+            assert batch.places is not None
+            rank, ranks, n = taken.ranks.rank, taken.ranks.size, batch.places.size
+            begin, end = n * rank // ranks, n * (rank + 1) // ranks
+            indices = self._recorded.indices(batch.places[begin:end]).tolist()
+            yield BatchIndices(indices, mixed(taken.seed, taken.epoch, taken.sub_dataset, batch.first + begin))
 
     def batches(self) -> Iterator[LoadedBatch]:
         """Yield the batches from the pass's position."""
         taken, ends = self._pass, self._recorded.ends
-        taken.check_order(shuffle=self._shuffle, **self.order)
+        others = {"batches": "as recorded"} if self.is_as_recorded else {}
+        taken.check_order(shuffle=self._shuffle, **others)
         if self._size is None:
             yield from self._as_recorded()
             return
@@ -125,9 +136,9 @@ class PassLoader(DataLoader[Any]):
         seeded: Any = SeededDataset(
             dataset, collate, is_batched=not single, sample_seed=recording.seed if recording.same_draws else None
         )
-        self._batches = _Batches(taken, plan)
+        self._plan = plan
         super().__init__(
-            seeded, batch_sampler=self._batches, collate_fn=as_is, **arguments,
+            seeded, batch_sampler=plan, collate_fn=as_is, **arguments,
             generator=own_generator(mixed(taken.seed, taken.epoch, taken.sub_dataset)),
         )  # fmt: skip
 
@@ -138,31 +149,9 @@ class PassLoader(DataLoader[Any]):
         for batch in super().__iter__():
             if self._pass.is_closed:
                 return
-            loaded.take(self._batches.pending.popleft())
+            loaded.take(self._plan.pending.popleft())
             yield batch
         loaded.exhaust()
-
-
-class _Batches:
-    """The batch sampler of a PassLoader."""
-
-    def __init__(self, taken: Pass, plan: LoaderPlan) -> None:
-        self._pass, self._plan = taken, plan
-        self.pending: deque[LoadedBatch] = deque()  # batches that are being made
-
-    def __len__(self) -> int:
-        return len(self._plan)
-
-    def __iter__(self) -> Iterator[BatchIndices]:
-        taken, recorded = self._pass, self._pass.source.whole.recorded
-        self.pending.clear()
-        for batch in self._plan.batches():
-            self.pending.append(batch)
-            assert batch.places is not None
-            rank, ranks, n = taken.ranks.rank, taken.ranks.size, batch.places.size
-            begin, end = n * rank // ranks, n * (rank + 1) // ranks
-            indices = recorded.indices(batch.places[begin:end]).tolist()
-            yield BatchIndices(indices, mixed(taken.seed, taken.epoch, taken.sub_dataset, batch.first + begin))
 
 
 class MadeLoader:

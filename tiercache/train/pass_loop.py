@@ -11,6 +11,8 @@ import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import torch
+
 from tiercache.dist.consistency import check_same
 from tiercache.errors import StateError, StoreError
 from tiercache.reporting.progress import TrainingProgress
@@ -25,8 +27,6 @@ from tiercache.train.settings_check import check_same_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
     from tiercache.dist.training_store import TrainingStore
     from tiercache.planning.pass_plan import PassPlan
@@ -371,10 +371,21 @@ class PassLoop:
         assert following is not None, "the next pass must be fetched ahead"
         if current is not None:
             with self._ranks.raise_on_all(_SWITCHING):
-                current.check_ends(following)
+                self._check_evaluated(current, following)
         self._end_pass(last=False)
         self._next = None
         self._enter(following)
+
+    @staticmethod
+    def _check_evaluated(current: Pass, following: Pass) -> None:
+        """Raise StateError if a lookup without gradients would end the pass before it is trained."""
+        has_begun = current.samples_trained > current.start_sample
+        if has_begun and not torch.is_grad_enabled() and not current.is_trained:
+            raise StateError(
+                f"a batch of pass {following.index} was looked up without gradients before any of it was trained, but "
+                f"pass {current.index} is not trained to its end: rows of the next pass are loaded with its first "
+                "trained batch, so evaluate batches after it, or use cache.evaluate()"
+            )
 
     def _end_pass(self, *, last: bool) -> None:
         """End the current, trained pass, and load the rows of the next one, or write the rows of the last."""

@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
-
 from tiercache.errors import StateError
 from tiercache.train.batches import (  # fmt: skip
     SCHEDULES,
@@ -22,7 +20,7 @@ from tiercache.train.batches import (  # fmt: skip
     sample_order,
 )
 from tiercache.train.negatives import NegativeSampler
-from tiercache.train.pass_ledger import PassLedger, ended_by_evaluation
+from tiercache.train.pass_ledger import PassLedger
 from tiercache.train.pass_loader import loader_of, sampler_of
 from tiercache.train.raw_samples import samples_of
 from tiercache.values.batch import BatchRequest
@@ -256,11 +254,6 @@ class Pass:
     def is_trained(self) -> bool:
         """True if every batch that was yielded or made has been looked up, and its backward has run."""
         return self.ledger.is_looked_up and not self._exchange.awaits_backward
-
-    def check_ends(self, following: Pass) -> None:
-        """Raise StateError if a lookup without gradients would end the pass before it is trained."""
-        if self.samples_trained > self.start_sample and not torch.is_grad_enabled() and not self.is_trained:
-            raise ended_by_evaluation(self.index, following.index)
 
     @property
     def is_closed(self) -> bool:

@@ -440,7 +440,8 @@ class RankExchange:
     def _agree_on_overflow(self, found: torch.Tensor) -> None:
         self.rest()
         found.copy_(self._gather(found, "checking for gradient overflow").max())
-        self._optimizer.anchors.note_overflow(found)
+        for anchor in self._optimizer.anchors:
+            anchor.flag_overflow(found)  # does not wait for a GPU
 
     def expire(self, where: str) -> None:
         """Expire the gradients left by another optimizer's step, when ``where`` ends."""

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import GroupRows
 
 
-Key = IdOrder  # identifies a collation: features, and whether they are bags
-
-
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class FeaturePart:
     """Features of one group that a module looks up in one kernel call."""
@@ -64,7 +61,7 @@ class FeaturePart:
         )
 
     @property
-    def key(self) -> Key:
+    def key(self) -> IdOrder:
         """Identifies the collation of its ids."""
         return IdOrder(self.features, self.bags)
 
@@ -121,10 +118,10 @@ class Collations:
 
     def __init__(
         self,
-        seen: MutableMapping[Key, FeaturePart],
-        trained: MutableMapping[Key, FeaturePart],
+        seen: MutableMapping[IdOrder, FeaturePart],
+        trained: MutableMapping[IdOrder, FeaturePart],
         ids: Mapping[str, FeatureIds],
-        made: Mapping[Key, Collated],
+        made: Mapping[IdOrder, Collated],
     ) -> None:
         """seen, trained: record the parts of lookups, so that later batches collate and sort them ahead."""
         self._seen, self._trained, self._ids, self._made = seen, trained, ids, made
