@@ -244,10 +244,7 @@ class Anchor:
         return math.isfinite(units) and abs(units * ranks - round(units * ranks)) > _ROUNDING
 
     def ready(self) -> list[Arrival]:
-        """Return the gradients that a step applies. Raises StateError if only the anchor's gradient was changed.
-
-        Waits for a GPU only if it may have been changed.
-        """
+        """Return the gradients that a step applies. Raises StateError if only the anchor's gradient was changed."""
         written = self.drop_dropped()
         found = self.pending if self.arrived else []
         if not found:

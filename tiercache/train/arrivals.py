@@ -46,9 +46,7 @@ class Arrival:
 
     @property
     def placeholders(self) -> list[torch.Tensor]:
-        """Leaves with the shapes and the undropped gradients of the outputs; made on demand, because most steps need
-        none.
-        """
+        """Leaves that hold the undropped gradients; created on demand, because most steps need none."""
         if self._placeholders is None:
             self._placeholders = [None if one is None else _placeholder(one) for one in self._gradients]
             self._sums = [_sum_of(one) for one in self._gradients]

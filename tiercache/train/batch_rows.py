@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 
 class BatchIds(dict[str, FeatureIds]):
-    """Ids by feature, for features that some module looks up and no other rank pools; others raise KeyError with
-    advice.
-    """
+    """Ids by feature, if some module looks it up and no other rank pools it; others raise KeyError with advice."""
 
     def __init__(self, ids: Mapping[str, FeatureIds], modes: Mapping[str, str], features: Iterable[str]) -> None:
         """modes: by feature, the pooling modes of features pooled elsewhere; features: all features of the schema."""

@@ -89,10 +89,7 @@ class MissingRows:
     def read_only(
         self, samples: RawSamples, name: str, reader: RowReader, weight: float = 1.0, *, until_step: bool = False
     ) -> Batch:
-        """Return a batch of samples outside any pass, with the rows that ``reader`` finds and without gradients.
-
-        until_step: lookups after the next step are refused.
-        """
+        """Return a read-only batch outside any pass, of rows that ``reader`` finds; until_step: until the next step."""
         empty = [
             group_rows(
                 group, (self._backend.empty((0, group.dim), np.float32),), self._backend.empty((0,), np.int32),

@@ -181,10 +181,7 @@ class SteppedGradient:
 
 
 def watch_hooks(parameter: torch.Tensor, changed: Callable[[], None]) -> None:
-    """Make hooks on a parameter's gradient call ``changed`` if they return another gradient, except zeros.
-
-    A hook that bounds gradients leaves the anchor's tiny one as it is.
-    """
+    """Make hooks call ``changed`` if they change a gradient, except to zeros; bounds leave the anchor's as it is."""
     hooks: Any = parameter._backward_hooks
     for number, hook in (hooks or {}).items():
         own = hook.args[0] if getattr(hook, "func", None) is _watched else hook

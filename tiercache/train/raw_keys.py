@@ -88,10 +88,7 @@ class RawKeys:
         self, schema: Schema, groups: Sequence[Group], exchange: Exchange, optimizer: RowOptimizer, backend: Backend,
         plan: IndexPlan, rare: DataKeySet | None,
     ) -> None:  # fmt: skip
-        """groups: of whole tables. optimizer: counts the steps of rows.
-
-        rare: the keys that share the out-of-vocabulary row of their table, if the dataset has some.
-        """
+        """groups: of whole tables. optimizer: counts steps. rare: keys that share the out-of-vocabulary row."""
         self._schema, self.exchange, self._ranks = schema, exchange, exchange.ranks
         self._backend, self._plan, self._rare = backend, plan, rare
         self.tables = tuple(table for group in groups for table in group.tables)

@@ -186,9 +186,7 @@ class ResidentRows:
     def read(
         self, table_name: str, at: NDArray[np.int64] | None = None, num_fields: int | None = None
     ) -> tuple[NDArray[np.float32], ...]:
-        """Return the first fields of rows at positions in ``keys``; None: of all, on a CPU as views unless they have 16
-        bits.
-        """
+        """Return the first fields of rows at positions in ``keys``; None: of all, on a CPU as views unless 16-bit."""
         self._check_open()
         g, first = self._place[table_name][0], self._first[table_name]
         slots = slice(first, first + self.keys[table_name].size) if at is None else (first + at).astype(np.int32)
@@ -217,9 +215,7 @@ class ResidentKeys:
         self._marked: set[int] = set()
 
     def find(self, keys: NDArray[np.int64], trained: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the position of each key, or of the shared row, and which were trained in the sub-datasets
-        ``trained``.
-        """
+        """Return the position of each key, or of the shared row, and which were trained in sub-datasets ``trained``."""
         if not self._keys.size:
             return np.zeros(keys.size, np.int64), np.zeros(keys.size, dtype=bool)
         self._mark(set(trained))

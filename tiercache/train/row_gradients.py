@@ -69,9 +69,7 @@ class RowGradients:
         return any(self.collected) or any(map(is_unstepped, self.arrivals))
 
     def expire(self, where: str) -> None:
-        """Expire gradients left by another optimizer's step, when ``where`` ends; those a GradScaler skipped are
-        dropped.
-        """
+        """Expire gradients left by another optimizer's step; those that a GradScaler skipped count as dropped."""
         if self.anchors.ledger is not None and any(one.is_pending and not one.is_passed_over for one in self.arrivals):
             self.anchors.ledger.drop()
         for anchor in {one.anchor for one in self.arrivals}:

@@ -344,9 +344,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return [float(self._shared(g)["lr"]) for g in range(len(self._groups))]
 
     def optimizer(self, g: int) -> Optimizer:
-        """Return the optimizer of a group with current settings. Raises ValueError for those its rows have no state
-        for.
-        """
+        """Return the optimizer of a group, with current settings. Raises ValueError for those without state."""
         settings, group = self._shared(g), self._groups[g]
         values = [settings[name] for name in self._names[g][1:]]
         if g not in self._now or self._now[g][0] != values:  # mostly unchanged between steps

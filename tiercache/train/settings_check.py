@@ -50,9 +50,7 @@ class SettingsCheck:
         self._num_known = -1  # the number of settings of all tables if none of them has any that rows lack
 
     def follow(self, rows: RowOptimizer) -> None:
-        """Check modules newly in an optimizer: one optimizer each, not another default, and without a whole table's
-        state.
-        """
+        """Check modules newly in an optimizer: it must be the only one, step as rows do, and have no table's state."""
         owned = _owned(rows)
         new = [one for one in rows.anchors.readers if id(one.anchor) in owned and id(one.anchor) not in self._dense]
         check_defaults(new, rows.dense)

@@ -214,9 +214,9 @@ class TableModule(nn.Module):
         rows: Callable[[], Callable[[], dict[str, Any]] | None] | None,
         optimizer: Callable[[], RowOptimizer | None] | None = None,
     ) -> None:
-        """Bind the module to a cache. plain: makes batches of plain keys. rows: names the store and the commit.
+        """Bind the module to a cache. Raises StateError if the loaded state belongs to other rows.
 
-        Raises StateError if a state was loaded that belongs to other rows.
+        plain: makes batches of plain keys. rows: names the store and the commit; None without a store.
         """
         if plain == self._plain:
             return

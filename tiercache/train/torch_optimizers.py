@@ -173,9 +173,7 @@ def _like_anchor(value: Any, weight: torch.Tensor, anchor: torch.Tensor) -> Any:
 
 
 def check_defaults(objects: Iterable[object], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Raise StateError if rows have the default optimizer, but the one that has their anchor would train them
-    otherwise.
-    """
+    """Raise StateError if rows have the default optimizer, but that of their model would train them otherwise."""
     modules: list[TableModule] = [one for one in table_modules(objects) if one.has_default_optimizer]
     for one in optimizers:
         for group in one.param_groups:
