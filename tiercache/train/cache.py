@@ -19,7 +19,6 @@ from tiercache.train.batches import SizedIterator
 from tiercache.train.cache_facts import CacheFacts
 from tiercache.train.cache_parts import CacheParts
 from tiercache.train.converted_weights import bounds_of, check_keys_within, refuse_weights
-from tiercache.train.epoch_loader import EpochLoader
 from tiercache.train.evaluation import Evaluation, EvaluationBatches
 from tiercache.train.joint_optimizer import unwrapped_objects
 from tiercache.train.missing_rows import CommittedRows
@@ -27,7 +26,7 @@ from tiercache.train.options import TierCacheOptions, refuse_moved
 from tiercache.train.plain_keys import PlainKeys
 from tiercache.train.rank_rows import RankRows
 from tiercache.train.table_module import check_modules, table_modules
-from tiercache.train.training_batches import TrainingBatches
+from tiercache.train.training_batches import EpochLoader, TrainingBatches
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
