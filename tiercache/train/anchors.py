@@ -52,12 +52,10 @@ class Anchor:
         self.tables = ", ".join(map(repr, module.tables))  # names of the tables, as shown in messages
         self.table_names = tuple(module.tables)
         self.first_table = module.tables[0] if module.tables else ""
-        self.arrived: list[Arrival] = []
-        """The gradients since the last step, in the order of their backward passes; some may be dropped already."""
+        self.arrived: list[Arrival] = []  # the gradients since the last step, by backward; some may be dropped already
         self.expired = ""  # the pass that ended with these gradients pending: the loop has to drop them
         self._task = -1
-        self._lookups = 0
-        """Lookups whose gradients arrived since the anchor's was None or 0. Each has added a unit to it."""
+        self._lookups = 0  # lookups that arrived since the anchor's gradient was None or 0; each added a unit to it
         self._in_task: dict[int, int] = {}  # the same for each backward pass that is running, by its number
         self._ends: dict[int, weakref.ref[Any]] = {}
         """The callbacks of the running backward passes; torch drops those of a pass that raises."""
@@ -66,8 +64,7 @@ class Anchor:
         """True under FSDP: it gives lookups another parameter, and takes its gradient when backward ends."""
         self._is_hooked = False  # True if a hook of the loop returned another gradient in one of these backward passes
         self._seen: SeenGradient | None = None  # the anchor's gradient at the end of the last backward
-        self._exposed: SeenGradient | None = None
-        """The anchor's gradient when the loop got those of rows, if it had changed before."""
+        self._exposed: SeenGradient | None = None  # the anchor's, changed before the loop got those of rows
         self.writes, self.stepped = ParameterWrites(module, self._value_of), SteppedGradient(self._value_of)
         self._hooked: nn.Parameter | None = None
         self._hook: Any = None
@@ -350,19 +347,16 @@ class Anchors:
     """The anchors of the modules that look up rows of one cache."""
 
     def __init__(self) -> None:
-        self._anchors: dict[int, Anchor] = {}
-        """By id of the module. A plain dictionary, because every step iterates over it several times."""
+        self._anchors: dict[int, Anchor] = {}  # by id of the module; plain, because every step iterates over it often
         self._addresses: set[int] = set()  # the addresses of pending gradients
         self.flags_overflow = False
         """True to make an anchor's gradient infinite if a gradient of its rows is not finite. Ranks that average it
         then all see it, and each GradScaler skips the step."""
         self.is_queued = False  # True if the backend queues its work: reading a gradient would wait for it
-        self.is_stepped = False
-        """True once the cache took a step, or has an optimizer or a model of rows alone. Else rows may never step."""
+        self.is_stepped = False  # True once the cache took a step, or has an optimizer or a model of rows alone
         self.ledger: PassLedger | None = None  # the ledger of the pass whose rows are trained
         self.readers: weakref.WeakSet[TableModule] = weakref.WeakSet()  # the registered modules that look up rows
-        self.is_closed_to_others = False
-        """True if unregistered modules must not train rows, because no commit has their model."""
+        self.is_closed_to_others = False  # True if only registered modules may train rows: no commit has others
 
     def __iter__(self) -> Iterator[Anchor]:
         return iter(dict.fromkeys(self._anchors.values()))

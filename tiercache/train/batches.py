@@ -29,12 +29,10 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-Order = Callable[[int, int], "NDArray[np.int64]"]
-"""Returns the samples at positions [first, last), without computing others."""
+Order = Callable[[int, int], "NDArray[np.int64]"]  # returns the samples at positions [first, last) alone
 
 SCHEDULES = ("interleaved", "simple")
-SHUFFLED_BY = "feistel"
-"""The version of the shuffle: a commit inside a pass that was shuffled by another version cannot be resumed."""
+SHUFFLED_BY = "feistel"  # the version of the shuffle: a commit inside a pass of another version cannot be resumed
 
 
 def in_order(first: int, last: int) -> NDArray[np.int64]:

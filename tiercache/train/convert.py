@@ -324,8 +324,7 @@ class _Replacer:
         self._schema = schema
         self._tables = {feature.name: feature.table for feature in schema.features}
         self._weights: dict[str, torch.Tensor] = {}
-        self._tables_of: dict[Any, list[tuple[torch.Tensor, str]]] = {}
-        """The weights and tables in a storage, by its address."""
+        self._tables_of: dict[Any, list[tuple[torch.Tensor, str]]] = {}  # by address of a storage, what is in it
 
     def of(self, old: Any, name: str, features: Sequence[str]) -> nn.Module:
         """Return the replacement of a module."""

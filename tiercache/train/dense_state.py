@@ -43,12 +43,10 @@ class DenseState:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.objects: dict[str, Any] = {}
-        """The registered objects by name: modules, optimizers and others with a state_dict."""
+        self.objects: dict[str, Any] = {}  # those registered, by name, with a state_dict
         self.same: frozenset[str] = frozenset()  # the names of objects that rank 0 stores for all ranks
         self._shared = self.same  # those that rank 0 stores for this rank
-        self._buffered: frozenset[str] = frozenset()
-        """Modules of ``same`` whose buffers differ between ranks, so each rank stores its own."""
+        self._buffered: frozenset[str] = frozenset()  # those of ``same`` of whose buffers each rank stores its own
         self._restored: set[str] = set()
 
     def register(self, objects: dict[str, Any]) -> None:

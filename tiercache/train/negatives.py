@@ -37,10 +37,8 @@ class NegativeSampler:
         self._source, self._seed, self._index = source, seed, index
         self._table_ids = {table.name: table.table_id for table in source.schema.tables}
         self._shared: dict[str, NDArray[np.int64]] = {}  # by table, the positions of keys that are not drawn
-        self._sums: dict[str, NDArray[np.int64]] = {}
-        """By table, the cumulative counts of keys, if keys are drawn by count."""
-        self._calls: dict[str, tuple[int, int]] = {}
-        """By table, the samples done at the last draw, and the draws since then."""
+        self._sums: dict[str, NDArray[np.int64]] = {}  # by table, the cumulative counts of its keys, if used
+        self._calls: dict[str, tuple[int, int]] = {}  # by table, the samples done at the last draw, and later draws
 
     def draw(
         self, table: str, num_keys: int, by: Literal["uniform", "count"], samples_done: int, device: torch.device

@@ -65,16 +65,13 @@ class ParameterWrites:
     def __init__(self, module: TableModule, value_of: Callable[[torch.Tensor], float | None]) -> None:
         """value_of: returns None if reading it would wait."""
         self._tables, self._value_of = ", ".join(map(repr, module.tables)), value_of
-        self._first = self._see(module.anchor, module.num_resets)
-        """The parameter when its module was registered, until a backward or a step."""
+        self._first = self._see(module.anchor, module.num_resets)  # when registered, until a backward or step
         if self._first is not None and not module.anchor.is_meta:
             self._first = self._first._replace(value=module.anchor.item())
         self._after_backward: _Seen | None = None  # the parameter after a backward that has not been stepped yet
         self._after_step: _Seen | None = None  # the parameter after the last step that it took part in
-        self._is_stepped = False
-        """True once gradients of rows were stepped; a copy of a model, such as an average, may be written."""
-        self._is_perturbed = False
-        """True once the loop changed parameters while gradients were pending, and then dropped the gradients."""
+        self._is_stepped = False  # True once rows were stepped; a copy of a model, such as an average, may be written
+        self._is_perturbed = False  # True once parameters were changed while gradients were pending, then dropped
 
     def _see(self, parameter: torch.Tensor | None, num_resets: int) -> _Seen | None:
         if parameter is None or parameter.is_inference() or hasattr(parameter, "to_local"):

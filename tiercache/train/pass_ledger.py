@@ -29,8 +29,7 @@ class PassLedger:
         self._is_raw = False
         self._has_trainable = self._has_gradients = self._is_stepped = self._is_dropped = False
         self._has_pending = False  # True if gradients arrived since the last step, and no known optimizer dropped them
-        self.is_step_due = False
-        """True if a batch was looked up with gradients since the last step, the same on all ranks."""
+        self.is_step_due = False  # True if a batch was looked up with gradients since the last step, on all ranks
 
     def make(self, end: int, *, raw: bool = False) -> None:
         """Record a batch that was handed out."""

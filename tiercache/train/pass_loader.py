@@ -266,8 +266,7 @@ class LoadedBatch(NamedTuple):
 
     first: int  # samples of the pass before it
     last: int  # end of the batch, in samples of the pass
-    places: NDArray[np.int64] | None
-    """Its samples, as indices in the sub-dataset; None: the sub-dataset has batches of an iterable."""
+    places: NDArray[np.int64] | None  # its samples in the sub-dataset; None: of an iterable
     block: int | None  # its number among the recorded batches, if it is one
 
 

@@ -60,16 +60,13 @@ class PassLoop:
         self._exchange, self._ranks = raw.exchange, raw.exchange.ranks
         self._pipeline, self._seed, self._shown = pipeline, seed, shown
         self.current: Pass | None = None  # the pass whose rows are on the device
-        self._next: Pass | None = None
-        """The next pass, if the loop requested it before the current pass was trained to its end."""
+        self._next: Pass | None = None  # the next pass, if requested before the current one was trained to its end
         self._begun: Pass | None = None  # the pass after the newest, if its first batches are already made
         self._end = 0  # the pass at which the loop ends
         self._is_over = False  # True if the loop has ended before the last pass was trained to its end
-        self._random: RandomStates | None = None
-        """The random states at the end of the current pass, if the loop requested the next pass before."""
+        self._random: RandomStates | None = None  # at the end of the pass, if the next was requested before
         self._committed_sample = -1  # the sample of the last commit inside the current pass
-        self._at: tuple[int, int] | None = None
-        """The pass and the sample that were trained last when no loop runs, whatever the script changed since."""
+        self._at: tuple[int, int] | None = None  # trained last when no loop runs, whatever changed since
         self._run: object = None
         self._closed = False
         self._progress = TrainingProgress(0, shown=False)
@@ -77,8 +74,7 @@ class PassLoop:
         self._finite = FiniteCheck(on_nonfinite, rows.backend, rows.state.dense)
         self.reports: list[PassReport] = []
         self._rates = rates
-        self._plans: tuple[PassPlan | None, PassPlan | None] = None, None
-        """The plans of the previous pass and of the current one."""
+        self._plans: tuple[PassPlan | None, PassPlan | None] = None, None  # of the previous pass, the current one
 
     def passes(self, epochs: int) -> Iterator[Pass]:
         """Yield the passes up to the end of epoch ``epochs``; see ``TierCache.passes``."""

@@ -113,8 +113,7 @@ class PlainKeys:
         """source: a method of the cache, held weakly: see `TierCache._lookup_source`."""
         self._raw, self._source = raw, weakref.WeakMethod(source)
         self._tables = {table.name: table for table in raw.tables}
-        self.committed: RowReader | None = None
-        """A reader of the last commit, set while lookups without gradients must not use a collective."""
+        self.committed: RowReader | None = None  # reads the last commit where lookups must not be collective
 
     def batch(self, feature: Feature, plain: KeyInput, *, trains: bool, bound: int | None) -> Batch:
         """Return a batch with the rows of ``plain``: rows of the pass, or copies of current rows.

@@ -114,8 +114,7 @@ class RankExchange:
         self._input_thread, self._row_thread = threads or (_thread("input", backend), _thread("exchange", backend))
         """They exchange the inputs of batches, and on a CPU rows during training."""
         self._layouts: weakref.WeakKeyDictionary[RowView, InputLayout] = weakref.WeakKeyDictionary()
-        self._pending: list[BatchRows] = []
-        """The batches since the last step, in order, with the gradients that backward left in them."""
+        self._pending: list[BatchRows] = []  # those since the last step, with gradients that backward left
 
     @property
     def pending(self) -> bool:

@@ -69,8 +69,7 @@ class RankRows:
         self._check_plans()  # so a budget that is too small fails here, not in the middle of a run
         self.memory = PinnedArena(self.budget.rows, self.budget.region, backend, pinned=self.budget.pinned)
         self.state = CommitState(store.groups, backend)
-        self._lineage: tuple[tuple[int, int], ...] = ()
-        """The commits that rollbacks had dropped when the last commit was restored."""
+        self._lineage: tuple[tuple[int, int], ...] = ()  # commits dropped by rollbacks before the last restore
         self.transfer = PassSwitcher(
             store, self.device, backend, self.memory, self.budget, positions, self._keys_of, self._uses.of,
             schedule_digest=self.schedule.digest, environment=self.state.environment,

@@ -39,13 +39,10 @@ class RowGradients:
 
     def __init__(self, num_groups: int, anchors: Anchors | None = None) -> None:
         self.anchors = anchors or Anchors()
-        self.collected: list[list[SavedGradient]] = [[] for _ in range(num_groups)]
-        """Gradients that the current step applies, by group."""
+        self.collected: list[list[SavedGradient]] = [[] for _ in range(num_groups)]  # of the current step, by group
         self._deferred: list[_Deferred] = []
-        self.awaits_backward = False
-        """True if rows were looked up for training, and neither a backward nor a step came since."""
-        self.unstepped: set[int] = set()
-        """The ends of the batches whose rows were looked up for training since the last step."""
+        self.awaits_backward = False  # True if rows were looked up for training, without a backward or step since
+        self.unstepped: set[int] = set()  # the ends of the batches that were looked up for training since the last step
         self.num_steps = Counter[str]()  # the steps so far that moved rows of a table
 
     def receive(self) -> None:

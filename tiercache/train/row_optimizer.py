@@ -49,11 +49,9 @@ class RowOptimizer(torch.optim.Optimizer):
         self.num_ranks = 1
         self.max_norm: float | None = None  # the norm that gradients were last clipped to
         self.steps = 0  # steps applied so far
-        self._names = [tuple(group.optimizer.settings()) for group in groups]
-        """The settings of each group's optimizer; the learning rate is the first."""
+        self._names = [tuple(group.optimizer.settings()) for group in groups]  # by group; the rate is the first
         self._values_of = [itemgetter(*names) for names in self._names]
-        self._now: dict[int, tuple[list[Any], Optimizer]] = {}
-        """Optimizers as of the previous step, by group, and the settings they were made from."""
+        self._now: dict[int, tuple[list[Any], Optimizer]] = {}  # of the previous step, with their settings
         self.run_step: Callable[[torch.optim.Optimizer | None], None] = _of_no_cache
         """Makes the cache step the rows that step with a dense optimizer; None: all."""
         self.is_stepping = False  # True while `JointOptimizer` steps the dense optimizers

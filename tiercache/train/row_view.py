@@ -50,8 +50,7 @@ class RowView:
         self.ended = self.is_closed = self.is_dropped = False
         self.schema: Schema | None = None  # the schema of the dataset, which modules are compared with
         self.ledger: PassLedger | None = None  # the record of the pass's batches
-        self.spans: Mapping[str, slice] = {}
-        """The positions of each table within its group, also before the rows are on the device."""
+        self.spans: Mapping[str, slice] = {}  # of each table within its group, also before rows are loaded
         self.keys_of: Callable[[str], NDArray[np.int64]] | None = None
         """Returns the keys of a table in local id order, if there are local ids."""
         self._local_ids: dict[tuple[str, int], int] = {}
@@ -167,8 +166,7 @@ class Pooled:
     mode: str  # "sum" or "mean"
     vectors: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float32, device="cpu"))
     """(N, dim) float32, once the batch is looked up; zeros for an empty bag."""
-    pending: list[tuple[Arrival, slice]] = field(default_factory=list)
-    """The gradient of each lookup's backward, and this feature's columns in it."""
+    pending: list[tuple[Arrival, slice]] = field(default_factory=list)  # by lookup, with columns in it
     gradients: list[torch.Tensor] = field(default_factory=list)  # the gradients that the step adds up and applies
 
     def collect(self) -> None:

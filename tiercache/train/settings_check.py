@@ -43,8 +43,7 @@ class SettingsCheck:
 
     def __init__(self) -> None:
         self._seen: list[list[Any]] = []  # the settings of all groups at the previous step
-        self._dense: dict[int, dict[str, Any]] = {}
-        """The settings that modules step with, by the id of the module's anchor."""
+        self._dense: dict[int, dict[str, Any]] = {}  # the settings of modules, by the id of their anchor
         self._rows: dict[str, dict[str, Any]] = {}  # the settings of tables
         self._warned = set[str]()
         self._num_known = -1  # the number of settings of all tables if none of them has any that rows lack

@@ -82,8 +82,7 @@ class Collated:
     ids: Array  # (E,) on the device
     starts: NDArray[np.int64]  # (F + 1,) the first entry of each feature
     offsets: Array | None  # (F * N + 1,) on the device, for bags
-    bad: tuple[int, int] | None = None
-    """Entry and id of the first invalid local id: its table does not have it in the pass."""
+    bad: tuple[int, int] | None = None  # entry and id of the first invalid local id, which the pass lacks
     weights: Array | None = None  # (E,) on the device: the data's weights, if it has any and the batch was made ahead
     runs: FeatureRuns | None = None  # the order of the ids by position, if they were sorted
 

@@ -62,11 +62,9 @@ class TableModule(nn.Module):
         dims = {table.name: table.dim for table in schema.tables}
         self.dims = [dims[spec.table] for spec in self.feature_specs.values()]
         self.tables = [*dict.fromkeys(self.feature_specs[name].table for name in self.features)]  # the tables looked up
-        self.table_specs = {table.name: table for table in schema.tables if table.name in self.tables}
-        """By name, as in the module's schema."""
+        self.table_specs = {table.name: table for table in schema.tables if table.name in self.tables}  # by name
         self.schema = schema  # the schema it was created with: the whole schema, with all tables of its model
-        self._checked: Schema | None = None
-        """The schema of the rows that were looked up last, which has the same features and tables."""
+        self._checked: Schema | None = None  # of the rows looked up last, with the same features and tables
         self.pooling: dict[str, str | None] = dict.fromkeys(self.features)
         """By feature, the mode in which owners of its rows may pool it for other ranks; None if its rows are needed."""
         self.padding: int | None = None  # the padding key
@@ -82,14 +80,10 @@ class TableModule(nn.Module):
         self._group_of: tuple[weakref.ref[GroupRows], dict[str, int]] | None = None
         """The first group of the rows that were looked up last, and the group of each feature there."""
         self._loaded: dict[str, Any] | None = None
-        self.weights: dict[str, torch.Tensor] = {}
-        """By table, the weights of the module that it replaced: initial rows of a new store."""
-        self.bounds: dict[str, int] = {}
-        """By table, the number of rows of the module that it replaced; larger keys are refused, as in torch."""
-        self.has_default_optimizer = False
-        """True if the model was converted without a dataset and without an optimizer for its rows."""
-        self.stepped_as: dict[str, Any] | None = None
-        """The settings of torch's optimizer that became those of the rows; None: they have others."""
+        self.weights: dict[str, torch.Tensor] = {}  # by table, of the module that it replaced: initial rows
+        self.bounds: dict[str, int] = {}  # by table, rows of the module that it replaced; larger keys are refused
+        self.has_default_optimizer = False  # True if converted without a dataset and without an optimizer for rows
+        self.stepped_as: dict[str, Any] | None = None  # of torch's optimizer, if they became those of the rows
         buckets = [self.feature_specs[name].num_buckets for name in self.features]
         self.num_embeddings = buckets[0] if len(buckets) == 1 and buckets[0] is not None else UNBOUNDED
         """The range of keys of the only feature: its hash buckets, or the rows of the module that this replaced."""
@@ -353,8 +347,7 @@ def check_within(keys: NDArray[np.int64], bound: int | None, table: str) -> None
         )
 
 
-_PROCESS = secrets.token_hex(8)
-"""Differs between processes, except for forks: numbers of modules mean something in one process."""
+_PROCESS = secrets.token_hex(8)  # differs between processes but not forks: module numbers are of one process
 _ANCHOR = 2.0**-10  # the value of anchors, exact in every dtype: a penalty on it has a gradient, see `anchors`
 UNBOUNDED = (1 << 63) - 1  # the key range of a table that accepts any int64
 _INSTEAD = {
