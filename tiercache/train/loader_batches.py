@@ -66,20 +66,15 @@ class SeededDataset:
         with kept_numbers() if get_worker_info() is None else nullcontext():
             if self._sample_seed is None:
                 seed_generators(indices.seed)
-                samples = self._samples(indices)
+                many = getattr(self.dataset, "__getitems__", None)
+                samples = [self.dataset[index] for index in indices] if many is None else many(list(indices))
             else:
-                samples = [self._seeded_sample(index) for index in indices]
+                samples = []
+                for index in indices:
+                    seed_generators(mixed(self._sample_seed, _SAMPLES, index))
+                    samples.append(self.dataset[index])
                 seed_generators(mixed(self._sample_seed, _COLLATE, indices[0]))
             return self._collate(samples if self._is_batched else samples[0])
-
-    def _samples(self, indices: BatchIndices) -> Any:
-        many = getattr(self.dataset, "__getitems__", None)
-        return [self.dataset[index] for index in indices] if many is None else many(list(indices))
-
-    def _seeded_sample(self, index: int) -> Any:
-        assert self._sample_seed is not None
-        seed_generators(mixed(self._sample_seed, _SAMPLES, index))
-        return self.dataset[index]
 
 
 def as_is(batch: Any) -> Any:

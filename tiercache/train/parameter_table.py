@@ -185,32 +185,27 @@ def warn_of_tables(model: nn.Module) -> None:
         )
 
 
-def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters (rows, dim) outside torch's own modules; if any are looked up in, only these."""
-    if found := [*_looked_up(model)]:
-        yield from found
-        return
+def _candidates(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters (rows, dim) outside torch's own modules; if any are looked up in, only these."""
+    return [*_looked_up(model)] or [(path, one) for path, _, one, _ in _matrices(model)]
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter, type]]:
+    """Yield path, name, parameter and class of module for the parameters (rows, dim) outside torch's own modules."""
     for prefix, module in model.named_modules():
-        if not is_of_torch(type(module)):
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.ndim == 2:
-                    yield f"{prefix}.{name}" if prefix else name, parameter
+        for name, one in module._parameters.items():
+            if one is not None and one.ndim == 2 and not is_of_torch(type(module)):
+                yield f"{prefix}.{name}" if prefix else name, name, one, type(module)
 
 
 def _looked_up(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters (rows, dim) in which the source code of their module looks up rows."""
-    for prefix, module in model.named_modules():
-        tables = {name: one for name, one in module._parameters.items() if one is not None and one.ndim == 2}
-        if not tables or is_of_torch(type(module)):
-            continue
+    """Yield those in which the source code of their module looks up rows."""
+    for path, name, parameter, kind in _matrices(model):
         try:
-            source = inspect.getsource(type(module))
+            source = inspect.getsource(kind)
         except (OSError, TypeError):
             continue  # typed into an interpreter
-        for name, parameter in tables.items():
-            use = re.escape(f"self.{name}")
-            pattern = (
-                rf"embedding\([^()]*(\([^()]*\)[^()]*)*{use}\b|index_select\(\s*{use}\b|{use}(\.index_select\(|\[)"
-            )
-            if re.search(pattern, source):
-                yield f"{prefix}.{name}" if prefix else name, parameter
+        use = re.escape(f"self.{name}")
+        pattern = rf"embedding\([^()]*(\([^()]*\)[^()]*)*{use}\b|index_select\(\s*{use}\b|{use}(\.index_select\(|\[)"
+        if re.search(pattern, source):
+            yield path, parameter

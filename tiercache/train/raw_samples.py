@@ -178,13 +178,11 @@ def _check_feature(feature: Feature, values: Any, weights: Any) -> FeatureKeys:
             f"the keys of {where} have shape {keys.shape}: expected (N,), (N, L) or a pair (values, offsets)"
         )
     shape = keys.shape
-    if feature.hotness == "one_hot" and (offsets is not None or keys.ndim != 1):
+    is_single = feature.hotness == "one_hot"
+    if length is not None and (offsets is not None or shape[1:] != (() if is_single else (length,))):
         seen = "values and offsets" if offsets is not None else f"shape {shape}"
-        raise ValueError(f"the keys of {where} have {seen}: it has one key per sample in the schema, so pass (N,)")
-    if feature.hotness == "multi_hot" and (offsets is not None or keys.ndim != 2 or shape[1] != feature.length):
-        seen = "values and offsets" if offsets is not None else f"shape {shape}"
-        raise ValueError(f"the keys of {where} have {seen}: it has {feature.length} keys per sample in the schema, "
-                         f"so pass (N, {feature.length})")  # fmt: skip
+        number, form = ("one key", "(N,)") if is_single else (f"{length} keys", f"(N, {length})")
+        raise ValueError(f"the keys of {where} have {seen}: it has {number} per sample in the schema, so pass {form}")
     if offsets is None and feature.hotness != "one_hot":
         length = shape[1] if keys.ndim == 2 else 1
         offsets = np.arange(shape[0] + 1, dtype=np.int64) * length
