@@ -74,6 +74,9 @@ class RankRows:
             store, self.device, backend, self.memory, self.budget, positions, self._keys_of, self._uses.of,
             schedule_digest=self.schedule.digest, environment=self.state.environment,
         )  # fmt: skip
+        self.check, self.load_ahead = self.transfer.check, self.transfer.load_ahead
+        self.check_process, self.eval_bytes = self.transfer.check_process, self.budget.evaluation
+        self.capture, self.check_parameters = self.state.capture, self.state.check_parameters
 
     def _check_plans(self) -> None:
         """Plan an epoch. Raises BudgetError if a budget is too small, and then leaves no file."""
@@ -141,10 +144,6 @@ class RankRows:
         assert plan.pass_index == index
         return report, self.device.rows_of(plan.sub_dataset)
 
-    def capture(self, random: RandomStates | None = None) -> StateBytes | None:
-        """Return a copy of the dense state that a commit stores."""
-        return self.state.capture(random)
-
     def end_pass(self, state: StateBytes | None, *, last: bool) -> None:
         """End the trained pass: load the rows of the next one, or write the rows of the last."""
         assert state is not None
@@ -171,10 +170,6 @@ class RankRows:
         """The plan of the pass whose rows are on the device."""
         return self.transfer.plan
 
-    def check_parameters(self) -> None:
-        """Raise StateError if an optimizer steps parameters that no commit would keep."""
-        self.state.check_parameters()
-
     def check_restored(self) -> None:
         """Raise StateError if a model is not the one that the last commit trained with its rows."""
         self.state.check_restored(self.store)
@@ -182,18 +177,6 @@ class RankRows:
     def check_evaluated(self, passes: DatasetView) -> None:
         """Raise DatasetError for a dataset of other tables."""
         check_tables(self.store, passes)
-
-    def check(self) -> None:
-        """Raise errors of the threads."""
-        self.transfer.check()
-
-    def load_ahead(self) -> None:
-        """Start moving rows of the next pass to the device."""
-        self.transfer.load_ahead()
-
-    def check_process(self) -> None:
-        """Raise StateError in a fork, which does not have the threads."""
-        self.transfer.check_process()
 
     def drain(self, *, staged: bool = False) -> None:
         """Wait until every dump is durable and, with ``staged``, the rows of the next pass are prefetched."""
@@ -211,11 +194,6 @@ class RankRows:
     def device_bytes(self) -> int:
         """Bytes of rows and slot maps."""
         return self.device.num_bytes
-
-    @property
-    def eval_bytes(self) -> int:
-        """Bytes of host memory that are reserved for the rows of an evaluation."""
-        return self.budget.evaluation
 
     @property
     def host_bytes_peak(self) -> int:
