@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tiercache.train.row_optimizer import RowOptimizer
     from tiercache.train.row_view import RowView
     from tiercache.values.ids import Array
-    from tiercache.values.lookups import GroupRows, RowReader, Unseen
+    from tiercache.values.lookups import RowReader, Unseen
 
 Exchange: TypeAlias = "LocalExchange | RankExchange"
 
@@ -71,6 +71,7 @@ class LocalExchange:
         """live_rows: a method of the cache, held weakly; it returns a reader of current rows."""
         self.ranks = ranks
         self._backend, self._optimizer, self._live_rows = backend, optimizer, weakref.WeakMethod(live_rows)
+        self.step, self.discard, self.expire = optimizer.step_rows, optimizer.discard, optimizer.gradients.expire
         self._seen: weakref.WeakValueDictionary[IdOrder, FeaturePart] = weakref.WeakValueDictionary()  # as modules live
         self._trained: weakref.WeakValueDictionary[IdOrder, FeaturePart] = weakref.WeakValueDictionary()
         self._plans: weakref.WeakKeyDictionary[BlockLayout, _Plan] = weakref.WeakKeyDictionary()
@@ -219,10 +220,6 @@ class LocalExchange:
         """Return this exchange."""
         return self
 
-    def step(self, rows: Sequence[GroupRows], optimizer: torch.optim.Optimizer | None) -> None:
-        """Step the rows of the tables that step with ``optimizer``; None: all."""
-        self._optimizer.step_rows(rows, optimizer)
-
     def clip(
         self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
@@ -230,11 +227,3 @@ class LocalExchange:
         ready = self._optimizer.ready(optimizer)
         squares = self._optimizer.squared_norm(self._optimizer.gradients.preview(ready, self._backend.gradient))
         return self._optimizer.clip(max_norm, optimizer, ready, squares, error_if_nonfinite=error_if_nonfinite)
-
-    def expire(self, where: str) -> None:
-        """Drop the gradients left by another optimizer's step, when ``where`` ends."""
-        self._optimizer.gradients.expire(where)
-
-    def discard(self) -> None:
-        """Drop the gradients."""
-        self._optimizer.discard()
