@@ -108,6 +108,7 @@ class RankExchange:
         self.rows = RowExchange(communicators.exchange, backend, groups, part_groups, wire_dtype=comm_dtype)
         self.pooling = PooledOutputDist(self.rows, backend)
         self._loader = RowLoader(shard_view, self._own_rows, self.ranks)
+        self.live_rows = self._loader.live_rows  # of this rank, with the out-of-vocabulary rows of all ranks
         self._tables = {feature.name: feature.table for feature in whole.schema.features}
         self._weighted = {feature.name for feature in whole.schema.features if feature.weights is not None}
         self._owns_threads = threads is None
@@ -347,10 +348,6 @@ class RankExchange:
     ) -> Any:  # fmt: skip
         """Return a reader of the current rows of ``keys`` by table, which their owners read."""
         return self._loader.load(keys(), budget, unseen)
-
-    def live_rows(self) -> LocalRows:
-        """Return a reader of this rank's current rows, with the out-of-vocabulary rows of all ranks."""
-        return self._loader.live_rows()
 
     def _own_rows(self, *unknown: Any) -> LocalRows:
         live_rows = self._live_rows()

@@ -261,6 +261,7 @@ class CurrentRows:
     ) -> None:
         """unknown: by table the fields, (1, width) each, of an out-of-vocabulary row that is kept elsewhere."""
         self._store, self._positions, self._device = store, positions, device
+        self.groups: tuple[Group, ...] = positions.groups
         self._assignments, self._sub_dataset = assignments or [], sub_dataset
         self._keys_of, self._after, self._cached, self._trains_unknown = keys_of, after, cached, trains_unknown
         self._shared: dict[str, bool] = {}
@@ -271,11 +272,6 @@ class CurrentRows:
             for g, group in enumerate(positions.groups)
             for i, table in enumerate(group.tables)
         }
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        """The groups of the store."""
-        return self._positions.groups
 
     def fields(self, table_name: str, keys: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
         """Return all fields (n, width) of ``keys``, in their order: any int64, trained or not, each once."""
