@@ -157,11 +157,10 @@ class BatchPipeline:
         by_owner: bool = False,
         following: Callable[[], BatchQueue | None] | None = None,
     ) -> BatchQueue:
-        """Return a queue of the batches of ``requests``, in order, of which none is made yet.
+        """Return a queue of the batches of ``requests``, in order. Raises ValueError for a ``prefetch`` below 0.
 
-        Samples of up to ``prefetch`` batches are read ahead, on as many threads; 0: when requested, None: the default.
-        overlap: no step comes between, so rows may be exchanged ahead too. following: returns the queue of the next
-        pass. Raises ValueError for less than 0.
+        That many batches are read ahead, on as many threads; 0: when requested, None: the default. overlap: no step
+        comes between, so rows may be exchanged ahead too. following: returns the queue of the next pass.
         """
         depth = max(self._backend.ahead, exchange.least_ahead) if prefetch is None else prefetch
         if depth < 0:

@@ -136,11 +136,10 @@ class DenseState:
         return total
 
     def keep_once(self, ranks: AnyCommunicator) -> None:
-        """Have rank 0 store each module, optimizer, scheduler and scaler that is now the same on all ranks.
+        """Have rank 0 store each module, optimizer, scheduler and scaler that is now the same on all ranks. Collective.
 
         They stay the same in a data-parallel training, except for buffers, which each rank stores if they differ. Those
-        with sharded parameters may be the same only now: without state, or all zeros. Each rank stores these and other
-        objects, and its random generators. Collective.
+        with sharded parameters may be the same only now: each rank stores these, other objects and its generators.
         """
         if ranks.size == 1:
             return

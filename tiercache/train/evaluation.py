@@ -77,8 +77,7 @@ class Evaluation:
         """Cut every pass into slices and read their rows, one slice at a time. Collective.
 
         multiple: slices have a multiple of this number of samples, except at the end of a pass. Raises BudgetError if
-        the rows of ``multiple`` samples exceed ``budget`` bytes on some rank, RankError if ranks differ in dataset or
-        multiple.
+        the rows of ``multiple`` samples exceed ``budget`` bytes on some rank, RankError if ranks differ in arguments.
         """
         check_size(multiple)
         positions, ranks = RowOffsets.of(passes, live_rows().groups), exchange.ranks

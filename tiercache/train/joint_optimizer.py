@@ -170,9 +170,9 @@ class JointOptimizer(torch.optim.Optimizer):
         """Call ``hook`` after each step of ``table`` with the updated vectors, and write back those that it returns.
 
         For constraints, such as TransE's ``lambda vectors: functional.normalize(vectors, dim=1)``. The hook gets
-        float32 (rows, dim) on the device of the rows, each row once, and returns the same shape; 16-bit vectors are
-        rounded to nearest. Register hooks in each run, before training: they are not committed. The handle's
-        ``remove()`` ends one. Raises ValueError for an unknown table, StateError with several ranks.
+        float32 (rows, dim) on the device of the rows, each row once, and returns the same shape; optimizer state stays.
+        16-bit vectors are rounded to nearest. Hooks are not committed: register them in each run, before training. The
+        handle's ``remove()`` ends it. Raises ValueError for an unknown table, StateError with several ranks.
         """
         self.rows.check_one_rank("a row hook")
         if table not in (known := [group["table"] for group in self.rows.groups_of(None)]):

@@ -119,8 +119,7 @@ class PlainKeys:
         """Return a batch with the rows of ``plain``: rows of the pass, or copies of current rows.
 
         Raises IndexError for a key outside [0, ``bound``), KeyNotInPassError for one that the pass lacks, StateError
-        outside a pass, BudgetError if the rows exceed ``eval_budget``, and RankError if ranks look up different
-        features.
+        outside a pass, BudgetError above ``eval_budget``, and RankError if ranks look up different features.
         """
         if (source := self._source()) is None:
             raise StateError("the cache of this module is gone: keep a reference to it while its model looks up keys")

@@ -37,8 +37,7 @@ _REMEDY = (
 class SettingsCheck:
     """Compares the settings of dense optimizers with those of the rows that tc.convert made step alike.
 
-    Warns of a setting that was changed for a dense optimizer only, once for each setting. Raises StateError for a
-    setting that rows do not have.
+    Warns once of each that was changed for a dense optimizer only. Raises StateError for one that rows do not have.
     """
 
     def __init__(self) -> None:
@@ -138,8 +137,7 @@ class SettingsCheck:
 def check_same_settings(rows: RowOptimizer, dense: DenseState, ranks: AnyCommunicator) -> None:
     """Raise RankError on all ranks if their rows, or parameters of which rank 0 stores all, step by other settings.
 
-    Collective: one exchange of two numbers. Raises StateError if a module has got a ``max_norm`` since it was
-    registered.
+    Collective: one exchange of two numbers. Raises StateError if a module got a ``max_norm`` after its registration.
     """
     if ranks.size == 1:
         return

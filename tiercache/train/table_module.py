@@ -34,8 +34,7 @@ class TableModule(nn.Module):
     """A module that looks up tables, without rows.
 
     Its parameter of one element, the anchor, makes gradients of rows visible to torch (see `anchors`): rows step with
-    the optimizer that has it, ``requires_grad_(False)`` freezes them, and outputs have its dtype. It is no part of the
-    state.
+    its optimizer, ``requires_grad_(False)`` freezes them, and outputs have its dtype. It is no part of the state.
     """
 
     is_restoring = False  # True while a cache restores a commit, whose state belongs to the rows of that commit
@@ -169,11 +168,7 @@ class TableModule(nn.Module):
         return out if out.dtype == self.anchor.dtype else out.to(self.anchor.dtype)
 
     def begin_lookup(self, batch: Batch) -> bool:
-        """Check that rows can be looked up, and load them; return True if this module may train them.
-
-        Raises DatasetError for rows of other features or tables: unregistered modules are compared at their first
-        lookup.
-        """
+        """Load the rows of a batch; return True if this module may train them. Raises DatasetError for other tables."""
         rows = batch.rows
         if rows.schema is not None and rows.schema is not self._checked:
             self.check("", rows.schema, f"the dataset of {rows.name}")
