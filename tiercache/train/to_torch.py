@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from tiercache.data.dataset_writer import as_keys
 from tiercache.data.raw_batch import OOV_KEY
+from tiercache.store import Store
 from tiercache.store.store_errors import KeyMissingError
 from tiercache.train.batches import check_word
 from tiercache.train.convert import SharedLookup
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store import Store, Table
+    from tiercache.store import Table
     from tiercache.values.lookups import Unseen
 
 
@@ -64,13 +65,17 @@ def to_torch(
     ``TierCache.evaluate_batch``: "initial" its initial row, "zeros" zeros, "error" KeyMissingError. The vector counts
     in a mean. Only "zeros" can be traced and exported, because only it does not look at the keys.
 
-    Raises ValueError for one rank's shard, for a model with an `EmbeddingBagCollection` or `EmbeddingCollection`, which
-    look whole batches up, or without any embedding, for a ``like`` with other modules, or fewer rows than the store
-    has, and for ``keys`` of other tables, or that are not integers; KeyMissingError for keys that have no row,
-    CommitMissingError, StateError if commit ``at`` does not have the state of one module like ``model``, and the errors
+    Raises TypeError for a path instead of a store; ValueError for one rank's shard, for a model with an
+    `EmbeddingBagCollection` or `EmbeddingCollection`, which look whole batches up, or without any embedding, for a
+    ``like`` with other modules, or fewer rows than the store has, and for ``keys`` of other tables, or that are not
+    integers; KeyMissingError for keys that have no row, CommitMissingError, StateError if commit ``at`` does not have
+    the state of one module like ``model``, and the errors
     of ``Store.scan``.
     """
     check_word("unseen", unseen, UNSEEN)
+    if not isinstance(store, Store):
+        found = f"to_torch() got {store!r} as the store"
+        raise TypeError(f"{found}: pass an open one, as from tc.Store.open(path, mode='r') or cache.store")
     store.check_whole()
     model = unwrapped(model)
     if at is not None:
