@@ -33,7 +33,7 @@ from tests.train.cases import (
 from tests.train.loops import descend, train_store
 from tests.train.test_fetch_ahead import ahead
 from tiercache.errors import DatasetError, StateError
-from tiercache.store import CommitMissingError, TableMismatchError
+from tiercache.store import CommitMissingError, StoreMissingError, TableMismatchError
 
 CASE = Case(tables=(table("a", 8), table("b", 3, tc.optim.Adam(learning_rate=0.01))), specs=SPECS, num_samples=128)
 """Two passes of 64 samples, four batches each; two epochs."""
@@ -183,6 +183,8 @@ def test_a_commit_to_go_back_to_must_exist(tmp_path: Path, passes: Any, options:
         assert store.commit.id == before
         with pytest.raises(ValueError, match="is open read-only, but at= rolls it back"):
             tiered(store, passes, at="best")
+    with pytest.raises(StoreMissingError, match="and at='best' is a commit of one: check the path, or leave out at="):
+        tiered(tmp_path / "none", passes, at="best")
     with pytest.raises(ValueError, match="does not use at"):
         tc.TierCache(None, passes, at="best")
 
