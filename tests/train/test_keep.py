@@ -305,7 +305,9 @@ def test_a_kept_model_is_served_with_its_rows_and_its_dense_weights(tmp_path: Pa
         with pytest.raises(StateError, match="has the state of model, optimizer, which do not match a Sequential"):
             tc.to_torch(nn.Sequential(model.f, nn.Linear(8, 2)), cache.store, at="best")
     with tc.Store.open(tmp_path / "s", mode="r") as store:
-        torch.testing.assert_close(tc.to_torch(model, store, at="best")(keys), best)
+        for of in (store, tmp_path / "s"):
+            torch.testing.assert_close(tc.to_torch(model, of, at="best")(keys), best)
+        assert torch.equal(tc.to_torch(model, str(tmp_path / "s"))(keys), tc.to_torch(model, store)(keys))
 
 
 def test_of_several_models_that_fit_none_is_guessed(tmp_path: Path) -> None:

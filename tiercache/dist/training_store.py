@@ -256,8 +256,10 @@ class TrainingStore:
                     try:
                         store = self._store_given or stack.enter_context(Store.open(self._place))
                     except StoreMissingError:
-                        advice = "check the path, or leave out at= to train a new store"
-                        raise StoreMissingError(f"no store at {self._place}, and at={at!r} is a commit of one: {advice}") from None
+                        raise StoreMissingError(
+                            f"no store at {self._place}, and at={at!r} is a commit of one: check the path, or leave "
+                            "out at= to train a new store"
+                        ) from None
                     roll_back(store, at, self.passes, self.sharding)
 
     def _open_shards(self, shard_view: ShardView, budgets: Budgets) -> ShardWriter:

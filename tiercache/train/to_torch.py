@@ -26,6 +26,7 @@ from tiercache.train.torchrec_modules import ConvertedBags, ConvertedRows, Keyed
 from tiercache.values.lookups import UNSEEN
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
@@ -36,14 +37,14 @@ if TYPE_CHECKING:
 
 def to_torch(
     model: nn.Module,
-    store: Store,
+    store: Store | str | os.PathLike[str],
     *,
     like: nn.Module | None = None,
     keys: Mapping[str, NDArray[np.int64] | torch.Tensor] | None = None,
     unseen: Unseen = "initial",
     at: int | str | None = None,
 ) -> nn.Module:
-    """Return a copy of ``model`` whose embeddings are plain torch modules with the rows of a store.
+    """Return a copy of ``model`` whose embeddings are plain torch modules with the rows of a store, open or a path.
 
     Dense parameters and buffers come from ``model``. With ``at``, the id of a commit or the name of a pin, they and the
     rows come from that commit, whatever ``model`` has now.
@@ -53,7 +54,7 @@ def to_torch(
     state dict of the original class. A table is in memory whole. ``unseen`` decides the rows of keys that the store
     lacks.
 
-    On several ranks ``cache.store`` has one rank's rows: pass ``Store.open(path, mode="r")``, which has all.
+    On several ranks ``cache.store`` has one rank's rows: pass the path, whose newest commit has all.
 
     Without ``like``, embeddings take raw keys, int64 of any shape, and map them to rows by a sorted list of keys, a
     buffer next to the weight: an `EmbeddingBag` (N, L), or (keys,) with offsets. A converted torchrec collection takes
@@ -65,17 +66,16 @@ def to_torch(
     ``TierCache.evaluate_batch``: "initial" its initial row, "zeros" zeros, "error" KeyMissingError. The vector counts
     in a mean. Only "zeros" can be traced and exported, because only it does not look at the keys.
 
-    Raises TypeError for a path instead of a store; ValueError for one rank's shard, for a model with an
-    `EmbeddingBagCollection` or `EmbeddingCollection`, which look whole batches up, or without any embedding, for a
-    ``like`` with other modules, or fewer rows than the store has, and for ``keys`` of other tables, or that are not
-    integers; KeyMissingError for keys that have no row, CommitMissingError, StateError if commit ``at`` does not have
-    the state of one module like ``model``, and the errors
-    of ``Store.scan``.
+    Raises ValueError for one rank's shard, for a model with an `EmbeddingBagCollection` or `EmbeddingCollection`, which
+    look whole batches up, or without any embedding, for a ``like`` with other modules, or fewer rows than the store
+    has, and for ``keys`` of other tables, or that are not integers; KeyMissingError for keys that have no row,
+    CommitMissingError, StateError if commit ``at`` does not have the state of one module like ``model``, and the errors
+    of ``Store.open`` and ``Store.scan``.
     """
     check_word("unseen", unseen, UNSEEN)
     if not isinstance(store, Store):
-        found = f"to_torch() got {store!r} as the store"
-        raise TypeError(f"{found}: pass an open one, as from tc.Store.open(path, mode='r') or cache.store")
+        with Store.open(store, mode="r") as opened:
+            return to_torch(model, opened, like=like, keys=keys, unseen=unseen, at=at)
     store.check_whole()
     model = unwrapped(model)
     if at is not None:
