@@ -218,6 +218,25 @@ def test_other_names_for_the_same_columns_are_refused(tmp_path: Path, is_text: b
     extracted(tmp_path / "new.csv", named("a", "y"), finished, append=True, **options)
 
 
+def test_another_format_of_the_same_files_is_refused(tmp_path: Path) -> None:
+    """For a finished and an interrupted extraction; to name the format of the suffix changes nothing."""
+    (tmp_path / "x.csv").write_text("1,x\tz\n" * 3)
+    options, features = {"split_by": "rows=1", "batch_multiple": 1}, (tc.Feature(name="a", key="string"),)
+
+    def of(name: Any) -> Schema:
+        source = tc.schema.SourceFormat(columns=("a", "b"), format=name)
+        return plain_schema(label=None, features=features, source=source, csv=tc.schema.CsvFormat(header=False))
+
+    finished, stopped = tmp_path / "finished", tmp_path / "stopped"
+    extracted(tmp_path / "x.csv", of(None), finished, **options)
+    with pytest.raises(KeyboardInterrupt):
+        extracted(tmp_path / "x.csv", of(None), stopped, progress=interrupt_at(1), **options)
+    for out in (finished, stopped):
+        with pytest.raises(ExtractionError, match=r"from another format \(a file was read as csv and is tsv now\)"):
+            extracted(tmp_path / "x.csv", of("tsv"), out, **options)
+        extracted(tmp_path / "x.csv", of("csv"), out, **options)
+
+
 def test_a_batch_with_other_names_is_other_data(tmp_path: Path) -> None:
     """The digest of the first batch covers the names of its columns."""
     extracted([{"a": [1], "y": [2]}], plain_schema(), tmp_path)

@@ -13,11 +13,19 @@ from tiercache.data.encode import check_first_rows, encode
 from tiercache.data.extraction_progress import ExtractionProgress, ProgressReporter
 from tiercache.data.extraction_resources import MemoryShares, Workers
 from tiercache.data.frequency import FrequencyFilter, KeyCounter, count_keys
-from tiercache.data.inputs import InputFile, check_read, find_inputs
+from tiercache.data.inputs import InputFile, check_read, find_inputs, formats_of
 from tiercache.data.manifest import RARE_KEYS, VERSION, Manifest, SubDatasetRecord, file_name, is_finished
 from tiercache.data.open_pass import PassCloser
 from tiercache.data.pass_builder import Cut, Cutter, PassBuilder, group_bytes
-from tiercache.data.resume import ExtractionState, WorkFolder, check_names, check_rules, check_same, reopened
+from tiercache.data.resume import (
+    ExtractionState,
+    WorkFolder,
+    check_formats,
+    check_names,
+    check_rules,
+    check_same,
+    reopened,
+)
 from tiercache.data.source import Source, SourceBatch
 from tiercache.data.stages import Job, extract_on
 from tiercache.errors import ExtractionError
@@ -127,6 +135,8 @@ def extract(
             )
         if not append or not any(record not in old for record in records):
             check_names(manifest.schema.source.columns, names, out)
+            before, now = (formats_of(inputs, one.source.format) for one in (manifest.schema, schema))
+            check_formats(before, now, out)
             dataset = reopened(out, manifest, schema, options, old if append else records)
             with closing(ProgressReporter(progress, 0)) as reporter:
                 reporter.passes = len(dataset)
@@ -141,7 +151,8 @@ def extract(
     source = Source(inputs, schema, cut_column=cut.column)
     check_first_rows(schema, source)
     memory = MemoryShares.plan(memory_bytes, source.decoding_bytes)
-    begin = ExtractionState(options=options, inputs=records, passes=kept, version=VERSION, names=names)
+    formats = formats_of(inputs, schema.source.format)
+    begin = ExtractionState(options=options, inputs=records, passes=kept, version=VERSION, names=names, formats=formats)
     job = Job(
         schema=schema, cut=cut, unit=batch_multiple, device_bytes=device_bytes, devices=devices,
         memory_bytes=memory_bytes, workers=workers or 1, with_samples=samples,

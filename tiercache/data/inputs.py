@@ -292,6 +292,17 @@ def _kind(path: Path | PurePosixPath, format_name: str | None) -> tuple[str, str
     return (*format_, compression)
 
 
+def formats_of(inputs: Sequence[InputFile], format_name: str | None) -> tuple[str, ...]:
+    """Return the format of each file if ``format_name`` is that of every file, None: by suffix."""
+    found = []
+    for file in inputs:
+        has_own = file.batches is not None or file.split or (isinstance(file.path, Path) and file.path.is_dir())
+        kind = None if has_own else _kind(PurePosixPath(file.path), format_name)
+        format_, delimiter, _ = kind or (file.format, file.delimiter, None)
+        found.append("tsv" if (format_, delimiter) == _NAMED_FORMATS["tsv"] else format_)
+    return tuple(found)
+
+
 def _describe(path: Path | str, format_name: str | None) -> InputFile:
     pure, split = PurePosixPath(path), ""
     if isinstance(path, Path):

@@ -44,6 +44,8 @@ class ExtractionState:
     """Version of the rules that make keys of data (``Manifest.version``); a state without it has version 2."""
     names: tuple[str, ...] | None = None
     """The names in the schema of columns without names; None: the data has names, or a version did not keep them."""
+    formats: tuple[str, ...] | None = None
+    """The format of each file; None: a version did not keep them."""
 
     def write(self, folder: Path) -> None:
         """Replace the state in ``folder`` in one step."""
@@ -63,7 +65,8 @@ class ExtractionState:
             for name in ("passes", "runs"):
                 record[name] = tuple(SubDatasetRecord(**one) for one in record[name])
             record["inputs"] = tuple(record["inputs"])
-            record["names"] = None if record.get("names") is None else tuple(record["names"])
+            for name in ("names", "formats"):
+                record[name] = None if record.get(name) is None else tuple(record[name])
             return cls(**record)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ExtractionError(f"{path} cannot be read: {error}: delete {folder.parent} and start over") from error
@@ -73,10 +76,11 @@ class ExtractionState:
         return replace(self, passes=(*self.passes, record), file_index=file_index, row=row)
 
     def check_same(self, begin: ExtractionState, where: Path) -> None:
-        """Raise ExtractionError if options, inputs, names or rules differ from those of the work in ``where``."""
+        """Raise ExtractionError if options, inputs, names, formats or rules differ from the work in ``where``."""
         check_rules(self.version, where)
         check_same(self.options, self.inputs, begin.options, begin.inputs, where)
         check_names(self.names, begin.names, where)
+        check_formats(self.formats, begin.formats, where)
 
 
 def check_rules(version: int, where: Path) -> None:
@@ -96,6 +100,17 @@ def check_names(before: tuple[str, ...] | None, now: tuple[str, ...] | None, whe
             f"{where} holds an extraction of the same data with different names ({seen}): choose another directory, or "
             "delete this one to start over"
         )
+
+
+def check_formats(before: tuple[str, ...] | None, now: tuple[str, ...] | None, where: Path) -> None:
+    """Raise ExtractionError if the same files were read in other formats; None: unknown."""
+    for old, new in zip(before or (), now or (), strict=False):
+        if old != new:
+            seen = f"a file was read as {old} and is {new} now"
+            raise ExtractionError(
+                f"{where} holds an extraction from another format ({seen}): choose another directory, or delete this "
+                "one to start over"
+            )
 
 
 def check_same(
