@@ -221,6 +221,62 @@ def test_the_gradients_of_what_was_put_side_by_side_are_not_copied(world: World)
     assert sorted(held) == sorted(seen)
 
 
+def test_the_gradient_that_backward_was_given_may_be_written_again(world: World) -> None:
+    """15: one buffer for the gradients of all micro-batches."""
+    gradient, direct = torch.empty(16), torch.empty(16, DIM)
+    for number in (0, 1):
+        for model, optimizer, given in world.sides(number):
+            optimizer.zero_grad()
+            for factor in (1.0, 2.0):
+                model(given).backward(gradient.fill_(factor))
+                model.bag(given if model is world.model else given[0]).backward(direct.fill_(-factor))
+            optimizer.step()
+    world.assert_same()
+
+
+@pytest.mark.parametrize("how", ["cache", "groups", "scaler"])
+def test_a_gradient_that_others_have_is_not_clipped_or_scaled_for_them(world: World, how: str) -> None:
+    """10, 15: the caller's, a hook's, and a view of one; the gradient of the rows is."""
+    optimizer, seen = world.optimizer, list[torch.Tensor]()
+    out, before = world.model.bag(world.batches[0]), world.rows("a")
+    out.register_hook(seen.append)
+    given, wide = torch.ones(16, DIM), torch.ones(16, 2 * DIM)
+    out.backward(given)
+    torch.cat([world.model.bag(world.batches[0]), world.model.rows(world.batches[0])], dim=1).backward(wide)
+    if how == "cache":
+        world.cache.clip_grad_norm_(1e-3)
+    elif how == "groups":
+        nn.utils.clip_grad_norm_([one for group in optimizer.param_groups for one in group["params"]], 1e-3)
+    else:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1e4)
+        scaler.scale(torch.zeros(()))
+        scaler.unscale_(optimizer)
+    for one in (given, wide, *seen):
+        assert torch.equal(one, torch.ones_like(one))
+    optimizer.step()
+    assert 0 < (world.rows("a") - before).norm() < RATE * 0.05
+
+
+def test_a_gradient_that_is_changed_before_its_step_is_refused(world: World) -> None:
+    """15: torch has used it by then, and rows have not."""
+    wide = torch.ones(16, 2 * DIM)
+    torch.cat([world.model.bag(world.batches[0]), world.model.rows(world.batches[0])], dim=1).backward(wide)
+    wide.mul_(2.0)
+    with world.unmoved(), one_sentence(StateError, "changed in place", "gradient.clone()"):
+        world.optimizer.step()
+
+
+def test_a_gradient_of_inference_mode_moves_rows(world: World) -> None:
+    """15: it has no version."""
+    with torch.inference_mode():
+        gradient = torch.ones(16, DIM)
+    for model, optimizer, given in world.sides(0):
+        optimizer.zero_grad()
+        model.bag(given if model is world.model else given[0]).backward(gradient)
+        optimizer.step()
+    world.assert_same()
+
+
 def test_what_is_loaded_into_a_dense_optimizer_counts(world: World) -> None:
     """6: it replaces the groups, and the joint optimizer keeps no copy of them."""
     state = copy.deepcopy(world.dense.state_dict())

@@ -164,7 +164,9 @@ class Anchor:
         for one in self.arrived:
             if one.task == task and not one.is_accumulated:
                 one.is_accumulated = is_kept
-                if not is_kept:
+                if is_kept:
+                    one.end_backward()
+                else:
                     one.end()
         self._note(used)
 
@@ -395,11 +397,14 @@ class Anchors:
         )
 
     def own(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a gradient that may be written in place: a copy if it overlaps itself or another pending one.
+        """Return a gradient, copied if it overlaps itself or another pending one.
 
         ``out.sum()`` has a gradient of one number, and ``a + b`` one tensor for both.
         """
-        gradient = gradient.detach() if gradient.requires_grad else gradient
+        if gradient.is_inference():  # which has no version
+            gradient = gradient.clone()
+        elif gradient.requires_grad:
+            gradient = gradient.detach()
         overlaps = not gradient.is_contiguous() and 0 in gradient.stride()
         place = gradient.data_ptr()
         if overlaps or place in self._addresses:
@@ -408,6 +413,10 @@ class Anchors:
         if place:  # an empty tensor has address 0
             self._addresses.add(place)
         return gradient
+
+    def uses_of(self, gradient: torch.Tensor) -> int:
+        """Return the number of pending gradients in the storage of ``gradient``, itself among them."""
+        return sum(one.shared_with(gradient) for anchor in self for one in anchor.arrived)
 
     def forget(self) -> None:
         """Forget the addresses of gradients once none is left."""

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import sys
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tiercache.values.torch_internals import unscale, without_subclasses
+from tiercache.errors import StateError
+from tiercache.values.torch_internals import storage_uses, unscale, without_subclasses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from tiercache.train.anchors import Anchor
+
+
+_LISTED = 2  # references to an object of a list: the list's, and that of the call that counts them
 
 
 class State(Enum):
@@ -27,18 +32,19 @@ class State(Enum):
 class Arrival:
     """The gradients of the outputs of one lookup, from their backward to the step."""
 
-    __slots__ = ("_gradients", "_placeholders", "_sums", "_tables", "_versions", "anchor", "is_accumulated",
-                 "is_passed_over", "state", "task")  # fmt: skip
+    __slots__ = ("_gradients", "_is_private", "_placeholders", "_sums", "_tables", "_versions", "anchor",
+                 "is_accumulated", "is_passed_over", "state", "task")  # fmt: skip
 
     def __init__(
         self, anchor: Anchor, gradients: Sequence[torch.Tensor | None], tables: Sequence[Collection[str]], task: int
     ) -> None:
         """tables: by output. None: the backward did not reach the output."""
         self.anchor, self.task = anchor, task
-        self._gradients, self._tables = gradients, tables
+        self._gradients, self._tables = [*gradients], tables
         self._versions = [-1 if one is None else one._version for one in gradients]
         self.state = State.PENDING
         self._placeholders: list[torch.Tensor | None] | None = None
+        self._is_private = False  # True once nothing else uses the memory of the gradients
         self._sums: list[float | None] = [None] * len(gradients)
         """Sums of the gradients on a CPU once the loop may write them, also in ways that torch does not count."""
         self.is_accumulated = False  # True once its backward has ended and added to the anchor's gradient
@@ -48,6 +54,7 @@ class Arrival:
     def placeholders(self) -> list[torch.Tensor]:
         """Leaves that hold the undropped gradients; created on demand, because most steps need none."""
         if self._placeholders is None:
+            self.make_private()
             self._placeholders = [None if one is None else _placeholder(one) for one in self._gradients]
             self._sums = [_sum_of(one) for one in self._gradients]
         return [one for one in self._placeholders if one is not None and one.grad is not None]
@@ -95,8 +102,44 @@ class Arrival:
             for now, one, version, total in arrived
         )
 
+    def end_backward(self) -> None:
+        """Copy gradients that the caller of ``out.backward(gradient)``, or a hook, has too and may write again."""
+        for i, version in enumerate(self._versions):
+            if version >= 0 and sys.getrefcount(self._gradients[i]) > _LISTED:
+                self._gradients[i] = self._gradients[i].clone()  # type: ignore[union-attr]
+                self._versions[i] = 0
+
+    def make_private(self) -> None:
+        """Copy gradients whose memory something else uses too, before they are written; not during their backward."""
+        if self._is_private:
+            return
+        self._check_unchanged()
+        self._is_private = True
+        self._gradients = [None if one is None else one.detach() for one in self._gradients]  # releases the originals
+        uses = [0 if one is None else storage_uses(one) for one in self._gradients]
+        for i, one in enumerate(self._gradients):
+            if one is not None and uses[i] > 1 and uses[i] > self.anchor.anchors.uses_of(one):
+                self._gradients[i] = one.clone()
+        self._versions = [-1 if one is None else one._version for one in self._gradients]
+
+    def _check_unchanged(self) -> None:
+        """Raise StateError if others have written the gradients since the backward, in a way that torch counts."""
+        for one, version in zip(self._gradients, self._versions, strict=True):
+            if one is not None and one._version != version:
+                raise StateError(
+                    f"a gradient of the rows of {self.anchor.tables} was changed in place after backward() and before "
+                    "the step, which applies it: pass backward() a copy, as in out.backward(gradient.clone())"
+                )
+
+    def shared_with(self, gradient: torch.Tensor) -> int:
+        """Return the number of gradients in the storage of ``gradient``."""
+        place = gradient.untyped_storage().data_ptr()
+        return sum(one is not None and one.untyped_storage().data_ptr() == place for one in self._gradients)
+
     def flats(self, array_of: Callable[[torch.Tensor], Any]) -> list[Any]:
         """Return the current gradients as float32 arrays, as ``array_of`` makes them."""
+        if not self._is_private:
+            self._check_unchanged()
         return [
             None if one is None else array_of(one if one.dtype == torch.float32 else one.float())
             for one in self.gradients

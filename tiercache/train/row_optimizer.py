@@ -315,6 +315,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 "error_if_nonfinite=False"
             )
         factor = (max_norm / (norm + _EPS)).clamp(max=1.0)
+        for one in due:
+            one.make_private()
         for grad in grads + [gradient for one in due for gradient in one.present]:
             local = grad.to_local() if hasattr(grad, "to_local") else grad
             local.mul_(factor.to(local.device))

@@ -38,6 +38,11 @@ def current_stream(device: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device))
 
 
+def storage_uses(tensor: torch.Tensor) -> int:
+    """Return the number of tensors, this one among them, that use its memory."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # the storage's own object
+
+
 def after_backward(call: Callable[[], None]) -> None:
     """Call a function when the running backward pass has ended, after those that were queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
