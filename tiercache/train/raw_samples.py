@@ -136,8 +136,9 @@ def feature_keys(
 ) -> tuple[int, dict[str, FeatureKeys]]:
     """Return N and the keys of every feature of the schema, in order; columns: others of the samples, or None.
 
-    needs_all: False: at least one feature suffices; a lookup of a missing one is an error. Raises ValueError for a
-    feature that is unknown or missing, for forms and numbers that do not go together, and for the two reserved keys.
+    The arrays are copies: loaders reuse theirs, and batches may be made ahead. needs_all: False: at least one feature
+    suffices; a lookup of a missing one is an error. Raises ValueError for a feature that is unknown or missing, for
+    forms and numbers that do not go together, and for the two reserved keys.
     """
     keys, weights = by_feature(schema, keys, weights, columns)
     known = {feature.name for feature in schema.features}
@@ -186,7 +187,7 @@ def _check_feature(feature: Feature, values: Any, weights: Any) -> FeatureKeys:
     if offsets is None and feature.hotness != "one_hot":
         length = shape[1] if keys.ndim == 2 else 1
         offsets = np.arange(shape[0] + 1, dtype=np.int64) * length
-    flat = np.ascontiguousarray(keys.reshape(-1))
+    flat = keys.flatten()
     refuse_reserved(flat, where)
     return FeatureKeys(flat, offsets, None if weights is None else _weights(where, weights, shape))
 
@@ -202,7 +203,7 @@ def _offsets(where: str, offsets: NDArray[np.int64], keys: NDArray[np.int64]) ->
             f"the offsets of {where} are {seen}: expected (N + 1,) numbers that begin with 0, never decrease and end "
             f"with the number of keys, {keys.size}"
         )
-    return offsets.copy()  # loaders reuse their arrays
+    return offsets.copy()
 
 
 def _plain_weights(where: str, weights: Any, offsets: NDArray[np.int64] | None) -> Any:
@@ -254,11 +255,11 @@ class RawSamples:
 
 
 def dense_numbers(what: str, values: Any, shape: tuple[int, int] | tuple[int]) -> torch.Tensor:
-    """Return labels or dense features as float32. Raises ValueError unless they have ``shape``, -1: any size."""
+    """Copy labels or dense features as float32. Raises ValueError unless they have ``shape``, -1: any size."""
     try:
         if not isinstance(values, torch.Tensor):  # torch supports neither negative strides nor other byte orders
             values = torch.from_numpy(np.ascontiguousarray(values, np.float32))
-        found: torch.Tensor = values.detach().to(torch.float32)
+        found: torch.Tensor = values.detach().to(torch.float32, copy=True)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{what} is not an array of numbers ({error}): pass one, or a tensor") from error
     if found.is_sparse or found.is_meta:
