@@ -67,6 +67,35 @@ def test_a_compiled_model_is_one_graph_and_trains_to_the_same_bits(passes: tc.Pa
         assert torch.equal(mine, other)
 
 
+def test_a_compiled_step_leaves_rows_and_their_step_to_python(passes: tc.PassDataset) -> None:
+    """The compiler breaks its graph at backward and at the step, and compiles nothing of ours."""
+
+    def result(change: Callable[[Any], Any]) -> Any:
+        torch.manual_seed(1)
+        torch.compiler.reset()
+        model = Model(passes.schema)
+        with tc.InMemoryCache(passes, model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.1)) as cache:
+
+            def step(batch: tc.Batch) -> None:
+                cache.optimizer.zero_grad()
+                nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label).backward()
+                cache.clip_grad_norm_(0.1)
+                cache.optimizer.step()
+
+            run = change(step)
+            for p in cache.passes(epochs=1):
+                for batch in p.batches(16):
+                    run(batch)
+            return result_of_resident(cache, model)
+
+    torch._dynamo.utils.counters.clear()
+    found = result(lambda step: torch.compile(step, backend="aot_eager"))
+    breaks = [*torch._dynamo.utils.counters["graph_break"]]
+    assert breaks
+    assert not [one for one in breaks if "/tiercache/" in one and "values/compiled.py" not in one]
+    assert_same_bits(found, result(lambda step: step))
+
+
 def compiled(model: Any) -> Any:
     return torch.compile(model, backend="aot_eager", fullgraph=True)
 

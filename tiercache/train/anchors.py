@@ -27,6 +27,7 @@ from tiercache.train.parameter_writes import (
     num_ranks,
     watch_hooks,
 )
+from tiercache.values.compiled import not_compiled
 from tiercache.values.torch_internals import after_backward, current_backward
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ class Anchor:
 
             watch_hooks(parameter, note)
 
+    @not_compiled
     def _end(self, task: int, used: weakref.ref[nn.Parameter]) -> None:
         self._settle(task, used)
         after_backward(partial(self._note, used))  # DistributedDataParallel queues its own before this one
@@ -170,6 +172,7 @@ class Anchor:
                     one.end()
         self._note(used)
 
+    @not_compiled
     def _note(self, used: weakref.ref[nn.Parameter]) -> None:
         parameter = used()
         grad = None if parameter is None else parameter.grad

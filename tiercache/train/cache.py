@@ -27,6 +27,7 @@ from tiercache.train.plain_keys import PlainKeys
 from tiercache.train.rank_rows import RankRows
 from tiercache.train.table_module import check_modules, table_modules
 from tiercache.train.training_batches import EpochLoader, TrainingBatches
+from tiercache.values.compiled import not_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -309,6 +310,7 @@ class TierCache(CacheFacts):
         self._check_open()
         return self._loop.keep(name, self._check_stored("keep()"))
 
+    @not_compiled
     def clip_grad_norm_(
         self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None, error_if_nonfinite: bool = False
     ) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tiercache.errors import StateError
 from tiercache.train.table_module import table_modules
 from tiercache.train.torch_optimizers import check_defaults
+from tiercache.values.compiled import not_compiled
 from tiercache.values.torch_internals import is_profiled
 
 if TYPE_CHECKING:
@@ -242,6 +243,7 @@ class JointOptimizer(torch.optim.Optimizer):
             )
         self.dense[0].add_param_group(param_group)
 
+    @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the dense parameters, then the rows that have gradients; returns the result of ``closure``.
 
@@ -295,6 +297,7 @@ class JointOptimizer(torch.optim.Optimizer):
             for anchor, grad in hidden:
                 anchor.grad = grad
 
+    @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the pending gradients of dense parameters and of rows."""
         for one in self.dense:

@@ -15,7 +15,7 @@ import torch
 
 from tiercache.errors import StateError
 from tiercache.train.table_module import refuse_transform
-from tiercache.values.compiled import batch_of, module_of
+from tiercache.values.compiled import batch_of, module_of, not_compiled
 from tiercache.values.torch_internals import is_of_transform
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a backward whose results raise an error, with a remedy, when they are differentiated."""
 
+    @not_compiled
     @functools.wraps(backward)
     def run(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if not torch.is_grad_enabled():  # any backward without create_graph
