@@ -70,7 +70,7 @@ def train(folder: Path, name: str, *, stop: tuple[int, int] | None = None, worke
         optimizer = cache.optimizer
         for p in cache.passes(epochs=2):
             if by == "wrap":
-                batches: Any = p.wrap(loader(p.sub_dataset, workers))
+                batches: Any = p.wrap(loader(p.sub_dataset, workers if p.index == 1 else 0))  # starting them takes long
             else:
                 batches = (p.batch(keys, dense=dense, label=label) for keys, dense, label in loader(p.sub_dataset))
             for number, batch in enumerate(batches):
