@@ -11,6 +11,7 @@ import numpy as np
 from tiercache.kernels.arrays import NONE_I4
 from tiercache.planning.host_plan import PageRange
 from tiercache.rows.device import initial_values
+from tiercache.rows.host import PageRun
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -94,21 +95,6 @@ class SwitchBuffers(NamedTuple):
     """Rows that the next pass loads from blocks of earlier dumps."""
 
 
-class _PageRun(NamedTuple):
-    """Pages [low, high) of a layout, adjacent in memory; ``first``: the index of their first row in moving order."""
-
-    first: int
-    layout: SegmentLayout
-    low: int
-    high: int
-    data: NDArray[np.uint8]
-
-    @property
-    def end(self) -> int:
-        """One past the index of their last row."""
-        return self.first + self.layout.row_of_page(self.high) - self.layout.row_of_page(self.low)
-
-
 class Packer:
     """Moves rows between the slots of the device and host memory, and finds the keys of dumped rows."""
 
@@ -139,7 +125,7 @@ class Packer:
     def lay_out(self, layout: SegmentLayout, first_block: int, blocks: Sequence[NDArray[np.uint8]]) -> list[Transfer]:
         """Lay out neighboring blocks, given by their bytes. Any thread."""
         numbered = enumerate(blocks, first_block)
-        runs = [_PageRun(layout.rows_of_block(n)[0], layout, *layout.pages_of_block(n), data) for n, data in numbered]
+        runs = [PageRun(layout.rows_of_block(n)[0], layout, *layout.pages_of_block(n), data) for n, data in numbered]
         return self._transfers(layout.row_bytes // 4, runs, relative=True)
 
     def pack(self, group: int, order: NDArray[np.int32] | None, transfers: Sequence[Transfer]) -> list[DumpedRows]:
@@ -184,32 +170,25 @@ class Packer:
 
     def lay_out_cached(self, plan: PassPlan | None, assignments: Sequence[SlotAssignment] = ()) -> list[list[Transfer]]:
         """Lay out the rows that a pass loads from host blocks, by group. For a thread that may use the host tier."""
-        runs_G: list[list[_PageRun]] = [[] for _ in self._positions.groups]
+        runs_G: list[list[PageRun]] = [[] for _ in self._positions.groups]
         if plan is not None:
             next_G = list(plan.kept_G)
             for load in plan.loads:
                 if load.host.first < load.host.last:
-                    first, layout = next_G[load.group], self._host.layout(load.pass_index, load.group)
-                    for low, high, data in self._host.runs(load.pass_index, load.group, load.host):
-                        runs_G[load.group].append(_PageRun(first, layout, low, high, data))
-                        first += layout.row_of_page(high) - layout.row_of_page(low)
+                    runs_G[load.group] += self._host.runs(load.pass_index, load.group, load.host, next_G[load.group])
                 next_G[load.group] += load.rows
         return self._load_transfers(runs_G, assignments)
 
     def lay_out_staged(self, staged: Staged) -> StagedLayout:
         """Lay out staged rows. Any thread."""
-        runs_G: list[list[_PageRun]] = [[] for _ in self._positions.groups]
-        for pages in staged.pages:
-            span = pages.pages
-            runs_G[pages.group].append(_PageRun(pages.first_row, pages.layout, span.first, span.last, pages.data))
         vectors_G = [self._backend.pieces(group.fields[0].words) for group in self._positions.groups]
         for new in staged.rows:
             one_piece = np.array([new.words_RW.shape[0]]), np.zeros(1, dtype=np.int64)
             vectors_G[new.group].add(new.first_row, *one_piece, new.words_RW.reshape(-1))
-        return StagedLayout(staged, self._load_transfers(runs_G, staged.assignments), vectors_G)
+        return StagedLayout(staged, self._load_transfers(staged.runs_G, staged.assignments), vectors_G)
 
     def _load_transfers(
-        self, runs_G: list[list[_PageRun]], assignments: Sequence[SlotAssignment]
+        self, runs_G: list[list[PageRun]], assignments: Sequence[SlotAssignment]
     ) -> list[list[Transfer]]:
         free_G = [assignment.free for assignment in assignments] or [0] * len(runs_G)
         return [
@@ -276,13 +255,13 @@ class Packer:
             self._device.write_streams(staged.plan.sub_dataset, staged.assignments, self._keys_of)
 
     def _transfers(
-        self, row_floats: int, runs: Sequence[_PageRun], *, relative: bool = False, cut: int = 0
+        self, row_floats: int, runs: Sequence[PageRun], *, relative: bool = False, cut: int = 0
     ) -> list[Transfer]:
         """Divide runs, in moving order, into transfers, of which only one has rows on both sides of ``cut``.
 
         ``relative``: rows of each are counted from its first one.
         """
-        transfers, batch, num_bytes = list[Transfer](), list[_PageRun](), 0
+        transfers, batch, num_bytes = list[Transfer](), list[PageRun](), 0
         for run in [*(run for run in runs if run.low < run.high), None]:
             is_full = run is None or num_bytes + run.data.nbytes > _TRANSFER_BYTES
             if batch and (is_full or (run is not None and batch[-1].end <= cut < run.end)):
@@ -296,7 +275,7 @@ class Packer:
         return transfers
 
 
-def _add_runs(pieces: Pieces, runs: Sequence[_PageRun], origin: int) -> None:
+def _add_runs(pieces: Pieces, runs: Sequence[PageRun], origin: int) -> None:
     """Add all at once: a pass has many, and each call takes the interpreter from the training."""
     rows = np.concatenate([run.layout.page_sizes(run.low, run.high) for run in runs])
     cuts, begin = np.zeros(len(runs) + 1, np.int64), np.zeros(rows.size, np.int64)

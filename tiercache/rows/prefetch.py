@@ -11,6 +11,7 @@ import numpy as np
 from tiercache.errors import StateError
 from tiercache.kernels.cpu.initial import initial_rows
 from tiercache.planning.budgets import ALIGNED_BYTES, PAGE_BYTES
+from tiercache.rows.host import PageRun
 from tiercache.rows.store_kernels import COMPUTE
 from tiercache.store.bits import nearest
 from tiercache.store.checkpoint import checkpoint_vectors, initial_checkpoint_vectors
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from tiercache.rows.device import SlotAssignment
     from tiercache.rows.pinned import PinnedArena, PinnedRegion
     from tiercache.store import Segment, Store
-    from tiercache.store.layout import SegmentLayout
     from tiercache.store.table import Table
     from tiercache.store.tensor_file import Reads
 
@@ -112,17 +112,6 @@ _KEY_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class StagedPages:
-    """Pages read from the store, and the first place of their rows in the order of loading."""
-
-    group: int
-    first_row: int
-    layout: SegmentLayout
-    pages: PageRange
-    data: NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
 class StagedRows:
     """Vectors of new rows; their optimizer state is the initial one."""
 
@@ -148,7 +137,8 @@ class Staged:
 
     plan: PassPlan
     assignments: list[SlotAssignment]
-    pages: list[StagedPages] = field(default_factory=list)
+    runs_G: list[list[PageRun]]
+    """Pages read from the store, by group."""
     rows: list[StagedRows] = field(default_factory=list)
     keys: list[StagedKeys] = field(default_factory=list)
     regions: list[PinnedRegion] = field(default_factory=list)
@@ -180,7 +170,7 @@ class RowPrefetcher:
 
     def stage(self, plan: PassPlan, assignments: list[SlotAssignment]) -> Staged:
         """Stage the rows of ``plan`` that neither device nor host has."""
-        staged = Staged(plan, assignments)
+        staged = Staged(plan, assignments, [[] for _ in assignments])
         try:
             self._fill(staged)
         except BaseException:
@@ -248,7 +238,7 @@ class RowPrefetcher:
             data, self._rest = buffer[:num_bytes], buffer[num_bytes:]
             yield Pages(segment, group, page, last, data)
             row = first_row + (begin - first_byte) // layout.row_bytes
-            staged.pages.append(StagedPages(group, row, layout, type(pages)(page, last), data))
+            staged.runs_G[group].append(PageRun(row, layout, page, last, data))
             staged.rows_read += num_bytes // layout.row_bytes
             staged.bytes_read += num_bytes
             page, begin = last, end
