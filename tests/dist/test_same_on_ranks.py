@@ -15,7 +15,7 @@ from tests.dist.pool import RanksPool
 from tests.dist.trainings import CASES, ONE, OPTIONS, on_ranks, stored
 from tests.train.cases import SPECS, Case, table
 from tiercache.dist.communicator import AnyCommunicator
-from tiercache.dist.consistency import check_same_places
+from tiercache.dist.consistency import check_same
 from tiercache.errors import RankError
 
 END = ": pass the same values on all ranks and restart them"
@@ -94,7 +94,7 @@ def test_paths_that_lead_to_one_folder_are_the_same(
     paths = [Path(path.format(here=tmp_path)) for path in (one, other)]
 
     def compare(ranks: Any, *more: str) -> None:
-        check_same_places(ranks, {"the store": paths[ranks.rank].joinpath(*more[: ranks.rank])})
+        check_same(ranks, {"the store": paths[ranks.rank].joinpath(*more[: ranks.rank])})
 
     assert meet(2, compare) == [None, None]
     assert all(isinstance(error, RankError) for error in meet(2, lambda ranks: compare(ranks, "below")))

@@ -6,7 +6,6 @@ import os
 import shutil
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from tiercache.data.dataset import PassDataset
@@ -33,6 +32,7 @@ from tiercache.values.named_rows import both_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from tiercache.data.dataset import DatasetView
     from tiercache.dist.communicator import AnyCommunicator
@@ -57,18 +57,6 @@ class StoreOptions:
     reorganize: bool
     order: OrderRule
     at: int | str | None = None
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Return the options by the names users give them. Raises ValueError for an invalid sharding."""
-        return {
-            "sharding": sharding_facts(self.sharding),
-            "engine": self.engine,
-            "retention": self.retention,
-            "reorganize": self.reorganize,
-            "order": self.order,
-            "at": self.at,
-        }
 
 
 def at_stored_paths(passes: PassDataset, stored: Iterable[Table]) -> PassDataset:
@@ -103,14 +91,24 @@ class TrainingStore:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the values that must be the same on all ranks. Raises ValueError for an invalid sharding."""
-        return {"the kind of store": "a path" if self._store_given is None else "a Store", **self._options.facts}
+        """Return the values and folders that must be the same on all ranks, by the names users give them.
 
-    @property
-    def places(self) -> dict[str, Path]:
-        """Return the folders that must be the same on all ranks."""
-        shards = {f"shard_dirs[{i}]": Path(folder) for i, folder in enumerate(self._options.shard_dirs or ())}
-        return shards if self._path is None else {"the store": self._path, **shards}
+        Raises ValueError for an invalid sharding or folder.
+        """
+        options = self._options
+        facts = {
+            "the kind of store": "a path" if self._store_given is None else "a Store",
+            "sharding": sharding_facts(options.sharding),
+            "engine": options.engine,
+            "retention": options.retention,
+            "reorganize": options.reorganize,
+            "order": options.order,
+            "at": options.at,
+        }
+        if self._path is None:
+            return facts
+        folders = [local_path(folder, "the folder of a rank") for folder in options.shard_dirs or ()]
+        return facts | {"the store": self._path} | {f"shard_dirs[{i}]": folder for i, folder in enumerate(folders)}
 
     def _stored_tables(self) -> tuple[Table, ...]:
         """Return the tables of the store; none without a commit."""

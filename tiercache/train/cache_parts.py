@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tiercache.data.dataset import PassDataset
 from tiercache.dist.budget_checks import check_device
 from tiercache.dist.communicator import Communicators, communicator_of, only_rank
-from tiercache.dist.consistency import check_same, check_same_places
+from tiercache.dist.consistency import check_same
 from tiercache.dist.shard_view import ShardView
 from tiercache.dist.training_store import StoreOptions, TrainingStore
 from tiercache.errors import BudgetError, DatasetError
@@ -126,7 +126,6 @@ class CacheParts:
                 check_same(ranks, facts | {
                     "comm_dtype": options.comm_dtype, "seed": seed, "on_nonfinite": options.on_nonfinite,
                 })  # fmt: skip
-                check_same_places(ranks, self.training_store.places)
             source = self.training_store.choose(number_bytes=comm_dtype.itemsize)
             with ranks.raise_on_all("opening the checkpoints of tables"):
                 begun = tensor_sizes(source.tables)
