@@ -52,16 +52,13 @@ class ShardSpec:
             raise ValueError(f"the sharding is for {sharding.num_ranks} ranks, but {num_ranks} were started")
         if engine is not None and engine not in ENGINES:
             raise ValueError(f"unknown engine {engine!r}: expected 'lmdb' or 'zarr'")
-        given = None if shard_dirs is None else [local_path(one, "the folder of a rank") for one in shard_dirs]
-        self.new_folders = folders_of(num_ranks, path, given)
+        self.new_folders = folders_of(num_ranks, path, shard_dirs)
         """Requested folders by rank, as commits name them."""
-        self._is_given = given is not None
+        self._is_given = shard_dirs is not None
 
-    def folders(self, before: CommitRecord | None, *, resharded: bool) -> tuple[str, ...]:
-        """Return each rank's folder: the store's folders unless others were given."""
-        if self._is_given or resharded or before is None or not before.folders:
-            return self.new_folders
-        return before.folders
+    def folders(self, before: CommitRecord | None) -> tuple[str, ...]:
+        """Return each rank's folder: those of the newest commit unless others were given."""
+        return self.new_folders if self._is_given or before is None or not before.folders else before.folders
 
     def check_sharding(self, found: CommitRecord, label: str) -> None:
         """Raise StateError for a store with a different number of ranks or sharding."""
@@ -75,25 +72,26 @@ class ShardSpec:
             raise StateError(f"{label} has a different sharding: pass its own sharding, or reshard it first")
 
 
-def folders_of(num_ranks: int, path: Path, given: Sequence[Path] | None) -> tuple[str, ...]:
-    """Return the folders of new ranks, by rank, as a commit names them; each is in a ``given`` folder.
+def folders_of(num_ranks: int, path: Path, shard_dirs: Sequence[str | os.PathLike[str]] | None) -> tuple[str, ...]:
+    """Return the folders of new ranks, by rank, as a commit names them; each is in a folder of ``shard_dirs``, if any.
 
     Raises ValueError if they are not as many as the ranks, if rank 0 is not in the folder of the store itself, and for
     a folder that a commit cannot name.
     """
-    if given is None:
+    if shard_dirs is None:
         return tuple(map(rank_folder, range(num_ranks)))
+    given = [local_path(one, "the folder of a rank") for one in shard_dirs]
     if len(given) != num_ranks:
         raise ValueError(f"shard_dirs= names {len(given)} folders for {num_ranks} ranks: pass one for each rank")
-    if given[0].absolute() != path.absolute():
+    if given[0] != path.absolute():
         raise ValueError(f"shard_dirs[0] is {given[0]}: rank 0 has its rows in the store itself, so pass {path}")
-    return tuple(rank_folder(rank) if rank == 0 or folder.absolute() == path.absolute() else _named(folder, rank)
+    return tuple(rank_folder(rank) if rank == 0 or folder == path.absolute() else _named(folder, rank)
                  for rank, folder in enumerate(given))  # fmt: skip
 
 
 def _named(folder: Path, rank: int) -> str:
     """Return the absolute path of a rank's folder that is not in the store."""
-    place = folder.resolve() if ".." in folder.parts else folder.absolute()
+    place = folder.resolve() if ".." in folder.parts else folder
     if not str(place).isprintable():
         raise ValueError(f"shard_dirs[{rank}] is {str(folder)!r}: pass a folder with a printable name")
     return str(place / rank_folder(rank))

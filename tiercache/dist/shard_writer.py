@@ -54,8 +54,6 @@ class _Found(NamedTuple):
     engine: str
     id: str
     tables: tuple[Table, ...]
-    blobs: list[tuple[Head, bytes]]
-    """The blobs of commits, the newest last; for a store without one, the blob with its tables."""
     leased: frozenset[int]
     left: tuple[str, ...]
     """Folders outside the store that earlier ranks may have left."""
@@ -139,15 +137,15 @@ class ShardWriter:
                     self._check_divided(found)
                 elif found.record is not None:
                     spec.check_sharding(found.record, self.label)
+                old = () if found.record is None else found.record.folders
+                folders = spec.new_folders if resharded else spec.folders(found.record)
                 if ranks.rank == 0 and found.record is not None:
-                    before = found.record.folders if resharded else spec.folders(found.record, resharded=False)
-                    check_homes(self.path, before)
+                    check_homes(self.path, old if resharded else folders)
                 if resharded or found.record is None:
-                    old = () if found.record is None else found.record.folders
-                    self._changing = (*old, *spec.folders(found.record, resharded=resharded))
+                    self._changing = (*old, *folders)
                 self._note([*found.left, *self._changing])
             with ranks.raise_on_all(f"opening the ranks of {self.label}"):
-                self._open_own(spec, found, resharded=resharded)
+                self._open_own(spec, found, folders, resharded=resharded)
             if found.left:  # all ranks have deleted them by now
                 with ranks.raise_on_all(f"opening {self.label}"):
                     self._note(self._changing)
@@ -312,7 +310,7 @@ class ShardWriter:
                 assert newest is not None, "it is a store"
                 record = record_at(opened.engine, newest, self.label)
                 folders, left = (() if record is None else record.folders), noted_folders(self.path)
-                delete_others(self.path, (*folders, *spec.folders(record, resharded=False)), left)
+                delete_others(self.path, (*folders, *spec.folders(record)), left)
                 blobs, leased = _commit_blobs(opened.engine, newest, record)
                 sent = {
                     "engine": StoreDirectory(self.path).marker()["engine"],
@@ -331,7 +329,6 @@ class ShardWriter:
             engine=sent["engine"],
             id=sent["id"],
             tables=tuple(Table.from_record(record) for record in sent["tables"]),
-            blobs=blobs,
             leased=frozenset(sent["leased"]),
             left=tuple(sent["left"]),
             record=record_at(copy, blobs[-1][0], self.label),
@@ -370,11 +367,10 @@ class ShardWriter:
         for rank, folder in enumerate(record.folders[1:], 1):  # all old rows must exist before anything is created
             RankFolder(self.path, folder, rank, found.id).check()
 
-    def _open_own(self, spec: ShardSpec, found: _Found, *, resharded: bool) -> None:
-        """Open this rank's folder, or create it."""
+    def _open_own(self, spec: ShardSpec, found: _Found, folders: tuple[str, ...], *, resharded: bool) -> None:
+        """Open this rank's folder, or create it; ``folders``: of all ranks."""
         rank, record = self._ranks.rank, found.record
         old = () if record is None else record.folders or (".",)
-        folders = spec.folders(record, resharded=resharded)
         commits = self._copy or (self._opened.engine if self._opened is not None else None)
         assert commits is not None, "rank 0 has opened its engine"
         place = RankPlace(

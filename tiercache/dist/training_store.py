@@ -129,7 +129,7 @@ class TrainingStore:
             self._check_given_store()
             is_sharded = self._ranks.size > 1
             if not is_sharded and self._store_given is None:
-                folders_of(1, self._place, shard_paths(self._options.shard_dirs))  # for its errors
+                folders_of(1, self._place, self._options.shard_dirs)  # for its errors
                 found = newest_record(self._place)
                 self._becomes_one = found is not None and len(found.ranks) > 1
         given = self._store_given
@@ -423,8 +423,3 @@ def open_own_shard(
             opened.close()
             raise
     return opened
-
-
-def shard_paths(given: Sequence[str | os.PathLike[str]] | None) -> list[Path] | None:
-    """Return the given rank folders as paths."""
-    return None if given is None else [local_path(folder, "the folder of a rank") for folder in given]
