@@ -36,6 +36,7 @@ from tests.dist.shards_killer import options_of, run
 from tiercache.data.dataset import PassDataset
 from tiercache.dist.shard_view import ShardView
 from tiercache.dist.training_store import open_own_shard
+from tiercache.planning.budgets import Budgets
 from tiercache.store import Store
 from tiercache.store.opening import newest_record
 from tiercache.store.sharding import ShardingPlan
@@ -83,8 +84,9 @@ def opened(path: Path, ranks: Any, num_ranks: int, turn: int, folders: Sequence[
     if num_ranks == 1 and ((record := newest_record(path)) is None or len(record.ranks) == 1):
         return Store.open(path, tables=passes.tables)
     return open_own_shard(
-        path, ShardView(passes, plan, ranks.rank), ranks, engine=None, shard_dirs=folders, reorganized=False, order=None
-    )
+        path, ShardView(passes, plan, ranks.rank), ranks, engine=None, shard_dirs=folders, reorganized=False,
+        order=None, budgets=Budgets(device_budget=1 << 30, host_budget=1 << 30),
+    )  # fmt: skip
 
 
 def whole(path: Path) -> tuple[int, list[str], list[str]]:

@@ -15,6 +15,7 @@ from tiercache.dist.communicator import communicator_of
 from tiercache.dist.resharding import reshard
 from tiercache.dist.shard_view import ShardView
 from tiercache.dist.shard_writer import ShardWriter
+from tiercache.planning.budgets import Budgets
 from tiercache.planning.sharding_planner import sliced
 from tiercache.store import Store
 from tiercache.store.sharding import ShardingPlan, Slice, TableSharding
@@ -94,9 +95,13 @@ def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:
     return found
 
 
-def made(path: Path, passes: tc.PassDataset, sharding: ShardingPlan, ranks: Any, **options: Any) -> ShardWriter:
+def made(
+    path: Path, passes: tc.PassDataset, sharding: ShardingPlan, ranks: Any, store_budget: int | None = None,
+    **options: Any,
+) -> ShardWriter:  # fmt: skip
     share = ShardView(passes, sharding, ranks.rank)
-    return reshard(path, share, ranks, **options)
+    budgets = Budgets(device_budget=1 << 30, host_budget=1 << 30, store_budget=store_budget)
+    return reshard(path, share, ranks, budgets=budgets, **options)
 
 
 def sharded(path: Path, case: Case, passes: tc.PassDataset, cursor: tuple[int, int], engine: str = "zarr") -> None:

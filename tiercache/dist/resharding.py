@@ -7,9 +7,10 @@ import socket
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, TypeAlias, Unpack
 
 from tiercache.data.repartition import split_cursor, split_source
+from tiercache.dist.budget_checks import check_store
 from tiercache.dist.reorganize import first_uses, make_first_rows
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import BudgetError, DatasetError, StateError
@@ -22,6 +23,7 @@ from tiercache.store.bulk_load import load_sorted
 from tiercache.store.external_sort import hash_slices, slice_bytes
 from tiercache.store.files import scratch_in
 from tiercache.store.rewrite import entry_bytes, row_scratch_bytes
+from tiercache.store.segment import base_layout
 
 if TYPE_CHECKING:
     import os
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.dist.shard_spec import ShardOptions
     from tiercache.dist.shard_view import ShardView
+    from tiercache.planning.budgets import Budgets
     from tiercache.planning.schedule import OrderRule
     from tiercache.store import Commit, Table
     from tiercache.store.compaction_plan import FirstUses
@@ -45,10 +48,9 @@ def reshard(
     view: ShardView,
     ranks: AnyCommunicator,
     *,
+    budgets: Budgets,
     order: OrderRule = None,
     reorganized: bool = False,
-    store_budget: int | None = None,
-    check: Callable[[Store], None] | None = None,
     **options: Unpack[ShardOptions],
 ) -> ShardWriter:
     """Rewrite the rows of a store for the ranks and the sharding of ``view``, and return it open.
@@ -59,12 +61,12 @@ def reshard(
     gets a copy of rank 0's. Passes that were split from those trained so far continue them; with ``reorganized`` any
     other passes are begun. Older commits are dropped.
 
-    ``check`` is called with the rank's store and raises BudgetError if training would outgrow it. One commit switches
-    the store to the new ranks. If it is killed before that, the old ranks remain, and the next open drops partial
-    files. If the new ranks are refused, partial files are dropped at once. Old files are deleted after the commit. Each
-    rank takes about 350 MiB of memory and, while the old rows exist, the bytes of its new rows and of temporary files
-    in its folder (as for ``Store.rewrite``). These are checked against the free bytes of its disk, and its rows against
-    ``store_budget``, before any row is written.
+    One commit switches the store to the new ranks. If it is killed before that, the old ranks remain, and the next open
+    drops partial files. If the new ranks are refused, also because training would outgrow ``budgets.store_budget``,
+    partial files are dropped at once. Old files are deleted after the commit. Each rank takes about 350 MiB of memory
+    and, while the old rows exist, the bytes of its new rows and of temporary files in its folder (as for
+    ``Store.rewrite``). These are checked against the free bytes of its disk, and its rows against the budget of its
+    store, before any row is written.
 
     Raises BudgetError; DatasetError for passes other than those trained, or for a position that split passes do not
     have; StateError for another number of ranks if the dense state is sharded; ValueError; and the errors of
@@ -74,24 +76,22 @@ def reshard(
     try:
         with ExitStack() as stack:
             refused: list[Exception] = []
-            copies: list[_Copy] = []
+            plans: list[_CopyPlan] = []
             with ranks.raise_on_all("reading the old rows"):
                 prepare_kernels()
                 assert opened.before is not None, "it has a commit"
-                before = Store.open(opened.path, mode="r", commit=opened.before.id)
-                old = stack.enter_context(before)
-                make = partial(_Copy, old, opened.store, view, order, reorganized=reorganized)
-                _note(refused, lambda: copies.append(make()))
+                old = stack.enter_context(Store.open(opened.path, mode="r", commit=opened.before.id))
+                make = partial(_plan_copy, old, opened.store, view, order, reorganized=reorganized)
+                _note(refused, lambda: plans.append(make()))
             _refuse(opened, ranks, "reading the old rows", refused)
-            copy = copies[0]
-            _check_free_bytes(copy.need, opened, ranks, store_budget)
+            need, start, copy = plans[0]
+            _check_free_bytes(need, opened, ranks, budgets.store_budget)
             with ranks.raise_on_all("writing rows for other ranks"):
-                copy.run()
-            if check is not None:
-                with ranks.raise_on_all("planning the budgets"), opened.preview() as preview:
-                    _note(refused, partial(check, preview))
-                _refuse(opened, ranks, "planning the budgets", refused)
-        opened.publish(copy.start)
+                copy()
+            with ranks.raise_on_all("planning the budgets"), opened.preview() as preview:
+                _note(refused, partial(check_store, budgets, view, preview, order=order))
+            _refuse(opened, ranks, "planning the budgets", refused)
+        opened.publish(start)
     except BaseException:
         opened.close()
         raise
@@ -105,7 +105,7 @@ def copy_shard(
     rank: int,
     *,
     uses: FirstUses | None = None,
-    layout: Layout | None = None,
+    layout: Layout = base_layout,
     start: tuple[int, int] = (0, 0),
     schedule_digest: str = "",
 ) -> Commit:
@@ -133,7 +133,6 @@ def copy_shard(
             for low, high in hash_slices(max(1, -(-sizes[table.name] // part)), *hashes):
                 yield from old.rows(table, (low, high), scratch=scratch)
 
-    options: dict[str, Any] = {} if layout is None else {"layout": layout}
     return load_sorted(
         store,
         rows,
@@ -145,7 +144,7 @@ def copy_shard(
         state=source.state(),
         settings=commit.settings,
         environment=commit.environment,
-        **options,
+        layout=layout,
     )
 
 
@@ -198,26 +197,20 @@ class Need:
         )
 
 
-class _Copy:
-    """The work of one rank: planned in the constructor, done by ``run``."""
+_CopyPlan: TypeAlias = "tuple[Need, Cursor, Callable[[], Commit]]"
+"""The bytes that a rank takes, the position at which training resumes, and the call that writes the rank's rows."""
 
-    def __init__(self, old: Store, store: Store, view: ShardView, order: OrderRule, *, reorganized: bool) -> None:
-        self._old, self._store, self._view = old, store, view
-        _check_sharded(old, view.sharding.num_ranks)
-        self.start = _start(old, view, order, reorganized=reorganized)
-        schedule = Schedule.of(view, order)
-        self._digest = schedule.digest
-        self._uses, self._layout = first_uses(store, view, schedule, self.start)
-        commit = old.commit
-        assert commit is not None, "the store has a commit"
-        self.need = Need.of(old, store, view, self._uses, commit.cursor, commit.state_bytes)
 
-    def run(self) -> None:
-        """Write the rows."""
-        copy_shard(
-            self._old, self._store, self._view.sharding, self._view.rank,
-            uses=self._uses, layout=self._layout, start=self.start, schedule_digest=self._digest,
-        )  # fmt: skip
+def _plan_copy(old: Store, store: Store, view: ShardView, order: OrderRule, *, reorganized: bool) -> _CopyPlan:
+    _check_sharded(old, view.sharding.num_ranks)
+    start, schedule, commit = _start(old, view, order, reorganized=reorganized), Schedule.of(view, order), old.commit
+    assert commit is not None, "the store has a commit"
+    uses, layout = first_uses(store, view, schedule, start)
+    need = Need.of(old, store, view, uses, commit.cursor, commit.state_bytes)
+    return need, start, partial(
+        copy_shard, old, store, view.sharding, view.rank,
+        uses=uses, layout=layout, start=start, schedule_digest=schedule.digest,
+    )  # fmt: skip
 
 
 def _check_sharded(old: Store, num_ranks: int) -> None:

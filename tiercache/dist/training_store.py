@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from tiercache.data.dataset import PassDataset
-from tiercache.dist.budget_checks import check_plan, check_store
+from tiercache.dist.budget_checks import check_plan
 from tiercache.dist.consistency import check_same
 from tiercache.dist.reorganize import import_rows, reorganize
 from tiercache.dist.resharding import place_of, reshard
@@ -138,15 +138,26 @@ class TrainingStore:
             check_same(self._ranks, {"the commit of the store": given.commit.id})
             self.sharding = given.commit.sharding
         elif is_sharded:
-            self.sharding = choose_sharding(
-                self._place, self.passes, self._ranks, requested, number_bytes=number_bytes
-            )  # fmt: skip
+            self.sharding = self._choose_sharding(number_bytes)
         else:
             if self._store_given is not None:
                 check_tables(self._store_given, self.passes)
             if requested != "auto":  # one rank has everything, but an invalid sharding is an error
                 sharding_of(self.passes, 1, requested, number_bytes=number_bytes)
         return self.view(self.passes)
+
+    def _choose_sharding(self, number_bytes: int) -> ShardingPlan:
+        """Return the requested sharding; "auto" uses the store's if the number of ranks matches. Collective."""
+        requested, ranks = self._options.sharding, self._ranks
+        chosen: dict[str, Any] | None = None
+        with ranks.raise_on_all("sharding the tables"):
+            if ranks.rank == 0:  # it reads key counts, and its float results may differ between CPUs
+                found = newest_record(self._place) if requested == "auto" else None
+                if found is not None and found.sharding is not None and len(found.ranks) == ranks.size:
+                    chosen = found.sharding.to_record()
+                else:
+                    chosen = sharding_of(self.passes, ranks.size, requested, number_bytes=number_bytes).to_record()
+        return ShardingPlan.from_record(ranks.all_gather_object(chosen)[0])
 
     def _check_given_store(self) -> None:
         """Raise ValueError if a store opened by the caller does not match this run."""
@@ -338,29 +349,6 @@ class TrainingStore:
             self._store.close()
 
 
-def choose_sharding(
-    path: str | os.PathLike[str],
-    passes: PassDataset,
-    ranks: AnyCommunicator,
-    requested: ShardingPlan | ShardingRules | str | Mapping[str, str],
-    *,
-    number_bytes: int,
-) -> ShardingPlan:
-    """Return the sharding requested by all ranks; "auto" uses the store's if the number of ranks matches. Collective.
-
-    number_bytes: bytes of a number on the wire. Raises ValueError for an invalid sharding.
-    """
-    chosen: dict[str, Any] | None = None
-    with ranks.raise_on_all("sharding the tables"):
-        if ranks.rank == 0:  # it reads key counts, and its float results may differ between CPUs
-            found = newest_record(store_path(path)) if requested == "auto" else None
-            if found is not None and found.sharding is not None and len(found.ranks) == ranks.size:
-                chosen = found.sharding.to_record()
-            else:
-                chosen = sharding_of(passes, ranks.size, requested, number_bytes=number_bytes).to_record()
-    return ShardingPlan.from_record(ranks.all_gather_object(chosen)[0])
-
-
 def open_own_shard(
     path: str | os.PathLike[str],
     shard_view: ShardView,
@@ -368,7 +356,7 @@ def open_own_shard(
     *,
     reorganized: bool,
     order: OrderRule,
-    budgets: Budgets | None = None,
+    budgets: Budgets,
     **options: Unpack[ShardOptions],
 ) -> ShardWriter:
     """Open or create the store on all ranks; rows of other ranks or another sharding are moved.
@@ -378,16 +366,6 @@ def open_own_shard(
 
     Raises the errors of `ShardWriter.open` and `reshard`, and BudgetError.
     """
-
-    def check_budgets(folder: Path, **counts: int) -> None:
-        if budgets is not None:
-            check_plan(budgets, shard_view, order=order, folder=folder, **counts)
-
-    def check_rank(store: Store) -> None:
-        if budgets is not None:
-            check_store(budgets, shard_view, store, order=order)
-
-    store_budget = None if budgets is None else budgets.store_budget
     found: list[Any] | None = None
     with ranks.raise_on_all("reading the newest commit of the store"):
         if ranks.rank == 0 and (record := newest_record(store_path(path))) is not None:
@@ -396,11 +374,9 @@ def open_own_shard(
     found = ranks.all_gather_object(found)[0]
     if found is not None and not found[0]:
         with ranks.raise_on_all(_PLANNING):
-            check_budgets(store_path(path), commits=options.get("retention") or found[1])
-        return reshard(
-            path, shard_view, ranks, order=order, reorganized=reorganized, store_budget=store_budget, check=check_rank,
-            **options,
-        )  # fmt: skip
+            commits = options.get("retention") or found[1]
+            check_plan(budgets, shard_view, order=order, folder=store_path(path), commits=commits)
+        return reshard(path, shard_view, ranks, budgets=budgets, order=order, reorganized=reorganized, **options)
     opened = ShardWriter.open(path, shard_view.whole.tables, shard_view.sharding, ranks, **options)
     store = opened.store
     if (commit := store.commit) is not None:
@@ -411,12 +387,15 @@ def open_own_shard(
                 if start is not None or reorganized:
                     moves = commit.schedule_digest != Schedule.of(shard_view, order).digest
                 if moves:
-                    first = 0 if start is None else start.pass_index
-                    folder, state_bytes = scratch_in(store.path), commit.state_bytes
-                    check_budgets(folder, commits=store.retention, state_bytes=state_bytes, start=first)
+                    check_plan(
+                        budgets, shard_view, order=order, folder=scratch_in(store.path), commits=store.retention,
+                        state_bytes=commit.state_bytes, start=0 if start is None else start.pass_index,
+                    )  # fmt: skip
             with ranks.raise_on_all("putting rows into another order"):
                 if moves:
-                    reorganize(store, shard_view, order=order, start=start, store_budget=store_budget, progress=False)
+                    reorganize(
+                        store, shard_view, order=order, start=start, store_budget=budgets.store_budget, progress=False
+                    )  # fmt: skip
             if moves:
                 opened.publish()
         except BaseException:
