@@ -7,7 +7,7 @@ and each row's gradient. Rows that this rank owns are not sent.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -35,71 +35,8 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import GroupGradients
 
 
-class ReceivedGradients:
-    """Gradients of one batch, from every rank including this one."""
-
-    def __init__(
-        self, rank: int, requested_WS: NDArray[np.int64], received_WS: NDArray[np.int64], dims_H: NDArray[np.int64]
-    ) -> None:
-        """requested_WS: rows each rank asked for. received_WS: gradients received. dims_H: of this rank's groups."""
-        self._rank, self._requested_WS, self._received_WS = rank, requested_WS, received_WS
-        self._dims_S = np.concatenate([dims_H, dims_H])
-        self.numbers_W = (received_WS * self._dims_S).sum(axis=1)
-        """Numbers received from each rank."""
-        self._selected: Mapping[int, NDArray[np.int32]] = {}
-        self.positions: dict[int, list[NDArray[np.int32]]] = {}
-        """By group: positions in the pass of the gradients' rows, once they are added."""
-        self.replicated: dict[int, list[NDArray[np.int32]]] = {}
-        """By group: the same for rows that have replicas."""
-
-    def select(self, selected: Mapping[int, NDArray[np.int32]]) -> None:
-        """Set, by rank, which of the requested rows have a gradient, if not all have."""
-        self._selected = selected
-
-    def add(
-        self, backend: Backend, positions: NDArray[np.int32], slots: torch.Tensor, flat: torch.Tensor,
-        rows: Sequence[GroupRows], into: GroupGradients,
-    ) -> None:  # fmt: skip
-        """Add the gradients of ``rows``, this rank's, to ``into``, one entry for each rank and row, in rank order.
-
-        positions, slots: of all requested rows, by rank, this rank last. flat: the gradients by rank, this rank first.
-        """
-        num_groups = self._dims_S.size // 2
-        requested_W = self._requested_WS.sum(axis=1)
-        own_last = [rank for rank in range(requested_W.size) if rank != self._rank] + [self._rank]
-        own_first = own_last[-1:] + own_last[:-1]
-        begin_W, at_W = np.empty_like(requested_W), np.empty_like(requested_W)
-        begin_W[own_last] = exclusive(requested_W[own_last])
-        at_W[own_first] = exclusive(self.numbers_W[own_first])
-        found: dict[int, list[tuple[torch.Tensor, NDArray[np.int64]]]] = {}
-        for rank, counts_S in enumerate(self._received_WS):
-            part, at = slice(int(begin_W[rank]), int(begin_W[rank] + requested_W[rank])), int(at_W[rank])
-            places, named = positions[part], slots[part]
-            if rank in self._selected:
-                places = places[self._selected[rank]]
-                named = named.index_select(0, backend.tensor(backend.to_device(self._selected[rank])))
-            first = 0
-            for split in np.nonzero(counts_S)[0].tolist():
-                h, count, dim = split % num_groups, int(counts_S[split]), int(self._dims_S[split])
-                here = slice(first, first + count)
-                found.setdefault(h, []).append((named[here], np.arange(at, at + count * dim, dim, dtype=np.int64)))
-                self.positions.setdefault(h, []).append(places[here])
-                if split >= num_groups:
-                    self.replicated.setdefault(h, []).append(places[here])
-                first, at = first + count, at + count * dim
-        for h, pieces in found.items():
-            into[h].append(
-                SavedGradient(
-                    slots=backend.array(torch.cat([some for some, _ in pieces])),
-                    gradient=backend.array(flat), width=1, cols=NONE_I8,
-                    places=backend.to_device(np.concatenate([where for _, where in pieces])),
-                    scales=NONE_F4, argmax=NONE_I4, spans=partial(self._spans, h, rows[h].first),
-                )
-            )  # fmt: skip
-
-    def _spans(self, group: int, first: Mapping[str, int]) -> list[Span]:
-        """Return the spans of the gradient of a group."""
-        return position_spans(first, np.concatenate(self.positions[group]))
+_Positions: TypeAlias = "dict[int, list[NDArray[np.int32]]]"
+"""By group: positions of rows in the pass."""
 
 
 class RowExchange:
@@ -271,11 +208,10 @@ class RowExchange:
         to[:, S] = any(mark is not None for mark in marks_G)
         to[:, S + 1 :] = words
         counts = self._count(to, what)
-        received = ReceivedGradients(self.ranks.rank, batch.counts_WS, counts[:, :S], self._part_dims(s.num_groups))
-        if counts[:, S].any():
-            received.select(self._indices(batch, marks_G, to[:, :S], counts[:, :S], what))
-        out_W = (to[:, :S] * s.width_WS).sum(axis=1)
-        send, receive = self._remote(out_W), self._remote(received.numbers_W)
+        received_WS = counts[:, :S]
+        selected = self._indices(batch, marks_G, to[:, :S], received_WS, what) if counts[:, S].any() else {}
+        out_W, in_WS = (to[:, :S] * s.width_WS).sum(axis=1), received_WS * np.tile(self._part_dims(s.num_groups), 2)
+        send, receive = self._remote(out_W), self._remote(in_WS.sum(axis=1))
         begin, end = sum(send), int(out_W.sum())
         buffer = p.tensor(p.empty((end + sum(receive),), np.float32))
         whole = s.is_plain and marks_G[0] is None
@@ -283,11 +219,56 @@ class RowExchange:
         if not whole:
             self._pack(s, request, marks_G, sums, buffer)
         self._send(buffer[:begin], send, receive, buffer[end:], what)
-        received.add(p, batch.positions, slots, buffer[begin:], self._rows, into)
-        self.slices.note(received.positions, into)
-        self._replicas.note(received.replicated)
+        positions, replicated = self._add(batch, received_WS, in_WS, selected, slots, buffer[begin:], into)
+        self.slices.note(positions, into)
+        self._replicas.note(replicated)
         any_flags = np.bitwise_or.reduce(counts[:, S + 1 :], axis=0).view(np.uint8)
         return np.unpackbits(any_flags, count=len(flags)).astype(np.bool_).tolist()
+
+    def _add(
+        self, batch: ExchangedInput, received_WS: NDArray[np.int64], in_WS: NDArray[np.int64],
+        selected: Mapping[int, NDArray[np.int32]], slots: torch.Tensor, flat: torch.Tensor, into: GroupGradients,
+    ) -> tuple[_Positions, _Positions]:  # fmt: skip
+        """Add the received gradients to ``into``, one entry for each rank and row, in rank order.
+
+        received_WS, in_WS: rows and numbers received. selected: by rank, which of the requested rows have a gradient,
+        if not all have. flat: the gradients by rank, this rank first. Returns the positions of their rows, and of those
+        among them that have replicas.
+        """
+        p, num_groups = self._backend, batch.layout.num_groups
+        requested_W, numbers_W = batch.counts_WS.sum(axis=1), in_WS.sum(axis=1)
+        own_last, own_first = self._order, np.roll(self._order, 1)
+        begin_W, at_W = np.empty_like(requested_W), np.empty_like(requested_W)
+        begin_W[own_last] = exclusive(requested_W[own_last])
+        at_W[own_first] = exclusive(numbers_W[own_first])
+        found: dict[int, list[tuple[torch.Tensor, NDArray[np.int64]]]] = {}
+        positions: _Positions = {}
+        replicated: _Positions = {}
+        for rank, counts_S in enumerate(received_WS):
+            part, at = slice(int(begin_W[rank]), int(begin_W[rank] + requested_W[rank])), int(at_W[rank])
+            places, named = batch.positions[part], slots[part]
+            if rank in selected:
+                places = places[selected[rank]]
+                named = named.index_select(0, p.tensor(p.to_device(selected[rank])))
+            first = 0
+            for split in np.nonzero(counts_S)[0].tolist():
+                h, count, size = split % num_groups, int(counts_S[split]), int(in_WS[rank, split])
+                here, end = slice(first, first + count), at + size
+                found.setdefault(h, []).append((named[here], np.arange(at, end, size // count, dtype=np.int64)))
+                positions.setdefault(h, []).append(places[here])
+                if split >= num_groups:
+                    replicated.setdefault(h, []).append(places[here])
+                first, at = first + count, end
+        for h, pieces in found.items():
+            into[h].append(
+                SavedGradient(
+                    slots=p.array(torch.cat([some for some, _ in pieces])),
+                    gradient=p.array(flat), width=1, cols=NONE_I8,
+                    places=p.to_device(np.concatenate([where for _, where in pieces])),
+                    scales=NONE_F4, argmax=NONE_I4, spans=partial(_spans, self._rows[h].first, positions[h]),
+                )
+            )  # fmt: skip
+        return positions, replicated
 
     def _rows_with_gradients(
         self, batch: ExchangedInput, g: int, pending: Sequence[SavedGradient]
@@ -378,3 +359,8 @@ class RowExchange:
         if self._slices is not None:
             self._slices.forget()
         self._replicas.forget()
+
+
+def _spans(first: Mapping[str, int], positions: list[NDArray[np.int32]]) -> list[Span]:
+    """Return the spans of a gradient of rows at these positions of a group."""
+    return position_spans(first, np.concatenate(positions))
