@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.train.cases import table
-from tiercache.dist.pooled import PoolableFeature, PooledBlock, PoolingChoice, encode_block, split_by_rank
+from tiercache.dist.pooled import PoolableFeature, PooledBlock, encode_block, pooled_by_bytes, split_by_rank
 from tiercache.dist.pooled_output import PooledBatch, ServedPart
 from tiercache.dist.requests import RequestBuilder
 from tiercache.dist.shard_layout import Destination, Owners, ShardLayout, out_of_bounds
+from tiercache.kernels.cpu.sorting import SortBuffers
 from tiercache.kernels.step import Vectors
 from tiercache.store.table import group_tables
 from tiercache.train.batch_rows import tensors_of
@@ -149,9 +150,10 @@ def bags(ids: list[int], lengths: list[int] | None, weights: list[float] | None 
 def is_pooled(
     one: PoolableFeature, some: FeatureIds, num_samples: int, *, item_bytes: int = 4, trained: bool = True
 ) -> bool:
-    found = PoolingChoice().choose(
-        [one], {"f": some}, {"f": "sum"}, num_samples, item_bytes=item_bytes, trained=trained, where="a test"
-    )
+    found = pooled_by_bytes(
+        [one], {"f": some}, {"f": "sum"}, num_samples, item_bytes=item_bytes, trained=trained, where="a test",
+        sorting=SortBuffers(),
+    )  # fmt: skip
     return found == [0]
 
 
@@ -184,8 +186,8 @@ def test_one_id_a_sample_a_maximum_and_empty_bags_stay_rows() -> None:
     many = bags(list(range(64)), [64])
     assert is_pooled(RAGGED, many, 1)
     for mode in ("max", None):
-        assert not PoolingChoice().choose(
-            [RAGGED], {"f": many}, {"f": mode}, 1, item_bytes=4, trained=True, where="a test"
+        assert not pooled_by_bytes(
+            [RAGGED], {"f": many}, {"f": mode}, 1, item_bytes=4, trained=True, where="a test", sorting=SortBuffers()
         )
 
 

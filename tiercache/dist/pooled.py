@@ -142,47 +142,42 @@ class PooledInput:
     """The same, decoded into bags."""
 
 
-class PoolingChoice:
-    """Decides by bytes which features of a batch are pooled by their owners. For one thread at a time.
+def pooled_by_bytes(
+    poolable: Sequence[PoolableFeature],
+    ids: Mapping[str, FeatureIds],
+    modes: Mapping[str, str | None],
+    num_samples: int,
+    *,
+    item_bytes: int,
+    trained: bool,
+    where: str,
+    sorting: SortBuffers,
+) -> list[int]:
+    """Return the features of a batch that owners pool because that sends fewer bytes, by index.
 
     Unpooled: an address and a row for each unique row of the feature. Pooled: its bags, and a vector for each sample.
     Training adds the gradient of each row or vector. Rows shared with other features of the table, and rows that stay
     on this rank, are not considered: so the answer does not depend on where the table is.
+
+    item_bytes: bytes per number on the wire. sorting: scratch of the calling thread. Raises IndexError, which names
+    ``where``, for a local id that its table does not have in the pass.
     """
+    found, times = [], 2 if trained else 1
+    for p, one in enumerate(poolable):
+        if modes.get(one.name) not in MODES or one.length == 1:
+            continue
+        some, pieces, number = ids[one.name], len(one.owners), times * one.dim * item_bytes
+        check_pooled_ids(one, some.ids, where)
+        pooled = 4 * pieces * one.words(num_samples, some.num_ids) + num_samples * number
+        row = 4 * pieces + number
+        if pooled < min(some.num_ids, one.rows) * row and pooled < _num_unique(some.ids, one.rows, sorting) * row:
+            found.append(p)
+    return found
 
-    def __init__(self) -> None:
-        self._sorting = SortBuffers()
 
-    def choose(
-        self,
-        poolable: Sequence[PoolableFeature],
-        ids: Mapping[str, FeatureIds],
-        modes: Mapping[str, str | None],
-        num_samples: int,
-        *,
-        item_bytes: int,
-        trained: bool,
-        where: str,
-    ) -> list[int]:
-        """Return the candidates to pool. item_bytes: bytes per number on the wire.
-
-        Raises IndexError, which names ``where``, for a local id that its table does not have in the pass.
-        """
-        found, times = [], 2 if trained else 1
-        for p, one in enumerate(poolable):
-            if modes.get(one.name) not in MODES or one.length == 1:
-                continue
-            some, pieces, number = ids[one.name], len(one.owners), times * one.dim * item_bytes
-            check_pooled_ids(one, some.ids, where)
-            pooled = 4 * pieces * one.words(num_samples, some.num_ids) + num_samples * number
-            row = 4 * pieces + number
-            if pooled < min(some.num_ids, one.rows) * row and pooled < self._num_unique(some.ids, one.rows) * row:
-                found.append(p)
-        return found
-
-    def _num_unique(self, ids: NDArray[np.int32], rows: int) -> int:
-        unique, inverse = np.empty_like(ids), np.empty_like(ids)
-        return unique_slots(sort_slots(ids, rows, self._sorting), unique, inverse)
+def _num_unique(ids: NDArray[np.int32], rows: int, sorting: SortBuffers) -> int:
+    unique, inverse = np.empty_like(ids), np.empty_like(ids)
+    return unique_slots(sort_slots(ids, rows, sorting), unique, inverse)
 
 
 def check_pooled_ids(one: PoolableFeature, ids: NDArray[np.int32], where: str) -> None:

@@ -19,11 +19,11 @@ from tiercache.dist.pooled import (
     PoolableFeature,
     PooledBlock,
     PooledInput,
-    PoolingChoice,
     check_pooled_ids,
     decode_block,
     encode_block,
     poolable_features,
+    pooled_by_bytes,
     pooled_by_owner,
     wrong_id,
 )
@@ -248,7 +248,7 @@ class InputDist:
         self._ranks, self._groups, self._features, self._wire_dtype = ranks, groups, features, wire_dtype
         self.wire = Wire(ranks, torch.float32)
         self._tables = {feature.name: feature.table for feature in features}
-        self._requester, self._chooser = RequestBuilder(), PoolingChoice()
+        self._requester, self._sorting = RequestBuilder(), SortBuffers()
         self._order = np.array([r for r in range(ranks.size) if r != ranks.rank] + [ranks.rank])
 
     def lay_out(self, owners: Owners, *, replicated: bool = True) -> InputLayout:
@@ -351,9 +351,9 @@ class InputDist:
         """Return the features to pool, with their modes, and write the counts that owners receive for them."""
         modes = local.modes if local.whole is None else local.whole
         if local.own is None:
-            chosen = self._chooser.choose(
+            chosen = pooled_by_bytes(
                 poolable, local.ids, modes, local.num_samples, item_bytes=self._wire_dtype.itemsize,
-                trained=trained, where=where,
+                trained=trained, where=where, sorting=self._sorting,
             )  # fmt: skip
         else:
             chosen = [poolable.index(one) for one in pooled_by_owner(poolable, modes)]
