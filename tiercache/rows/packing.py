@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.kernels.pieces import Pieces
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.row_offsets import KeysOf, RowOffsets
-    from tiercache.rows.backends.base import Backend, Event, Pieces
+    from tiercache.rows.backends.base import Backend, Event
     from tiercache.rows.device import DeviceTier, SlotAssignment
     from tiercache.rows.host import HostTier
     from tiercache.rows.pinned import PinnedRegion

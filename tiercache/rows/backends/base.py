@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from tiercache.kernels.cpu.key_index import KeySet
     from tiercache.kernels.cuda.sorting import SortPlan
+    from tiercache.kernels.pieces import Pieces
     from tiercache.rows.backends.optimizer_step import OptimizerStep
     from tiercache.store.table import Table
     from tiercache.values.ids import Array, Found
@@ -146,25 +147,6 @@ class BatchUpload(Protocol):
 
     def receive(self) -> None:
         """Let later work on torch's current stream use the arrays. On the training thread; does not wait."""
-
-
-class Pieces(Protocol):
-    """Pieces of host memory; one launch moves the rows of all of them."""
-
-    num_rows: int
-
-    def add(self, first: int, rows: NDArray[np.int64], offset: NDArray[np.int64], data: NDArray[np.float32]) -> None:
-        """Add pieces in ``data``, as `kernels.pieces.Pieces` does."""
-
-    def add_each(
-        self,
-        first: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        offset: NDArray[np.int64],
-        data: Sequence[NDArray[np.float32]],
-        cuts: NDArray[np.int64],
-    ) -> None:
-        """Add pieces in several arrays, likewise."""
 
 
 class KeyIndex(Protocol):
@@ -320,10 +302,10 @@ class Backend(Protocol):
     def pieces(self, row_floats: int) -> Pieces:
         """Return a collection without pieces."""
 
-    def pack(self, fields: tuple[Array, ...], slots: Array, order: Array, pieces: Any) -> None:
+    def pack(self, fields: tuple[Array, ...], slots: Array, order: Array, pieces: Pieces) -> None:
         """Write rows to pieces: row ``order[i]`` of ``slots`` at place i, none at two."""
 
-    def unpack(self, fields: tuple[Array, ...], slots: Array, pieces: Any) -> None:
+    def unpack(self, fields: tuple[Array, ...], slots: Array, pieces: Pieces) -> None:
         """Write the rows of pieces to their slots."""
 
     def generates(self, table: Table) -> bool:
