@@ -154,7 +154,7 @@ def test_one_large_piece_is_shared_by_all_warps_on_cuda(dim: int) -> None:
         pieces.add(0, whole, np.zeros(1, np.int64), out)
         m.pack([m.place(field) for field in fields], m.place(slots), None, pieces)
         assert np.array_equal(m.read(out), wanted)
-        m.unpack(back, m.place(slots), pieces, over_link=True)
+        m.unpack(back, m.place(slots), pieces)
         assert all(np.array_equal(field, m.read(copy)) for field, copy in zip(fields, back, strict=True))
 
 

@@ -1,7 +1,7 @@
 """Rows between slots and pieces on a CUDA device: `kernels.cpu.rows`, with the same meaning of every argument.
 
-One launch moves all fields of all pieces. Slots are found on the CPU, ahead of time, by `switch`: they depend on plans,
-not on rows, and are copied as 4 bytes per row.
+One launch moves all fields of all pieces, which are in host memory. Slots are found on the CPU, ahead of time, by
+`switch`: they depend on plans, not on rows, and are copied as 4 bytes per row.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,7 @@ _LINK_BLOCKS = 2
 access takes. The rest is for rows that move the other way, and for other kernels."""
 
 
-def _move(
-    kernel: str, device: Device, fields: Sequence[Any], slots: Any, order: Any, pieces: Pieces, over_link: bool
-) -> None:
+def _move(kernel: str, device: Device, fields: Sequence[Any], slots: Any, order: Any, pieces: Pieces) -> None:
     packing = kernel == "rows.pack"
     known, ordered = view(device, "slots", slots, np.int32), 0
     values = [view(device, "field", field, np.float32, ndim=2, written=not packing) for field in fields]
@@ -41,26 +39,22 @@ def _move(
     table, num_tasks = np.empty(tasks.size, _PIECE), int(ends[-1])
     for name, column in zip(("first_task", "data", "rows", "first"), (ends - tasks, *columns), strict=True):
         table[name] = column
-    blocks = blocks_for(device, num_tasks, *[_LINK_BLOCKS][:over_link])
+    blocks = blocks_for(device, num_tasks, _LINK_BLOCKS)
     device.launch(kernel, blocks, (table, tasks.size, num_tasks, np.array(moved, _FIELD), known.address, ordered))
 
 
-def pack(
-    device: Device, fields: Sequence[Any], slots: Any, order: Any, pieces: Pieces, *, over_link: bool = False
-) -> None:
+def pack(device: Device, fields: Sequence[Any], slots: Any, order: Any, pieces: Pieces) -> None:
     """Write rows to pieces, in an order.
-
-    over_link: the pieces are in host memory, and few blocks keep the link busy.
 
     fields: (S, W) each, in the order of a row's fields; for Vectors, their words. order (R,): the row at each place of
     the pieces; slots: the slot of each row; -1 is packed as zeros.
     """
-    _move("rows.pack", device, fields, slots, order, pieces, over_link)
+    _move("rows.pack", device, fields, slots, order, pieces)
 
 
-def unpack(device: Device, fields: Sequence[Any], slots: Any, pieces: Pieces, *, over_link: bool = False) -> None:
+def unpack(device: Device, fields: Sequence[Any], slots: Any, pieces: Pieces) -> None:
     """Write the rows of pieces to their slots. slots (R,): the slot of the row at each place, no two the same.
 
-    A row whose slot is -1 is skipped. over_link: as in `pack`.
+    A row whose slot is -1 is skipped.
     """
-    _move("rows.unpack", device, fields, slots, None, pieces, over_link)
+    _move("rows.unpack", device, fields, slots, None, pieces)

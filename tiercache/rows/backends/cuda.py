@@ -24,7 +24,14 @@ from tiercache.kernels.cuda.update import plan_rows, update_many
 from tiercache.kernels.pieces import Pieces
 from tiercache.kernels.step import Rule, Step, Vectors
 from tiercache.rows.backends.base import RowArrays
-from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES, CudaKeyIndex, PinnedRing, PinnedUpload, index_bytes
+from tiercache.rows.backends.cuda_runtime import (
+    TORCH_DTYPES,
+    CudaKeyIndex,
+    PinnedRing,
+    PinnedUpload,
+    aligned,
+    index_bytes,
+)
 from tiercache.rows.backends.optimizer_step import kernel_gradients, vectors_of
 from tiercache.sizes import format_bytes
 from tiercache.store.initializer import Constant, Uniform, Zeros, initializer_code
@@ -47,7 +54,6 @@ if TYPE_CHECKING:
 
 
 _Plan = TypeVar("_Plan")
-_ALIGNED_BYTES = 128  # a cache line
 _CORES = 8  # with at least so many, two more threads cost nothing
 _MOST_PLANS = 64
 _CHUNK_BYTES = 16 << 20  # of rows that are made on the host
@@ -262,8 +268,8 @@ class CudaBackend:
     def bytes_of(self, layouts: Sequence[Layout]) -> int:
         """Return the bytes of fields, two arrays of slots, one of keys and the streams, aligned to cache lines."""
         return sum(
-            sum(_aligned(4 * n.rows * width) for width in n.widths)
-            + 2 * _aligned(4 * n.positions) + _aligned(8 * n.positions) + _aligned(8 * n.rows * n.rounded)
+            sum(aligned(4 * n.rows * width) for width in n.widths)
+            + 2 * aligned(4 * n.positions) + aligned(8 * n.positions) + aligned(8 * n.rows * n.rounded)
             for n in layouts
         )  # fmt: skip
 
@@ -286,7 +292,7 @@ class CudaBackend:
             nonlocal at
             num_bytes = rows * width * dtype.itemsize
             part = memory[at : at + num_bytes].view(dtype)
-            at += _aligned(num_bytes)
+            at += aligned(num_bytes)
             return part
 
         def cut_all(n: Layout) -> RowArrays:
@@ -330,11 +336,11 @@ class CudaBackend:
 
     def pack(self, fields: tuple[Array, ...], slots: Array, order: Array, pieces: Pieces) -> None:
         """Launch it once for all fields and pieces."""
-        cuda_rows.pack(self._runtime.kernels, fields, slots, order, pieces, over_link=True)
+        cuda_rows.pack(self._runtime.kernels, fields, slots, order, pieces)
 
     def unpack(self, fields: tuple[Array, ...], slots: Array, pieces: Pieces) -> None:
         """Launch it once for all fields and pieces."""
-        cuda_rows.unpack(self._runtime.kernels, fields, slots, pieces, over_link=True)
+        cuda_rows.unpack(self._runtime.kernels, fields, slots, pieces)
 
     def generates(self, table: Table) -> bool:
         """True if the kernel has the CPU's bits: not for normal numbers, which take logarithms, or column slices."""
@@ -412,7 +418,3 @@ def _sorted_runs(step: OptimizerStep) -> Runs | None:
     if runs.size != sum(saved.slots.shape[0] for saved in step.saved):
         return None
     return runs._replace(slot_of=step.rows.slot_of_local)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES

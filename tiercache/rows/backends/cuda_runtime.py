@@ -291,7 +291,8 @@ class PinnedRing:
                 self.num_bytes -= block.bytes.size
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """Round bytes up to whole cache lines."""
     return -(-num_bytes // 128) * 128
 
 
@@ -316,9 +317,9 @@ class PinnedUpload:
     def send(self, column_bytes: int, num_bytes: int, sort: SortPlan | None) -> Sequence[Runs] | None:
         """Copy the first bytes, and sort on the device."""
         runtime, runs, pinned = self._runtime, None, self._block.pinned
-        end = _aligned(num_bytes) - column_bytes  # the end of the ids
+        end = aligned(num_bytes) - column_bytes  # the end of the ids
         with runtime.uploading():
-            there = runtime.tensor((end + _aligned(0 if sort is None else sort.num_bytes),), torch.uint8)
+            there = runtime.tensor((end + aligned(0 if sort is None else sort.num_bytes),), torch.uint8)
             columns = runtime.tensor((column_bytes,), torch.uint8) if column_bytes else there[:0]
             self._tensors = columns, there
             for part, to in ((pinned[:column_bytes], columns), (pinned[column_bytes:num_bytes], there)):
