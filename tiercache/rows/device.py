@@ -188,9 +188,10 @@ class DeviceTier:
             free[-1] = rows
             self._free_G.append(free)
 
-    def place(self, plan: PassPlan, uses: NextUses, before: list[SlotAssignment] | None, before_uses: NextUses | None,
-              before_sub_dataset: int | None) -> list[SlotAssignment]:  # fmt: skip
-        """Assign slots to the rows of the next pass, given the previous pass's, if any."""
+    def place(
+        self, plan: PassPlan, uses: NextUses, previous: tuple[int, list[SlotAssignment], NextUses] | None
+    ) -> list[SlotAssignment]:
+        """Assign slots to the rows of the next pass, given the previous pass's sub-dataset, slots and uses, if any."""
         assignments = []
         for g in range(len(self.capacity_G)):
             span = self._positions.span(plan.sub_dataset, g)
@@ -203,13 +204,14 @@ class DeviceTier:
                 limit = min(plan.max_distance + 1, uses.longest)
                 stable_order_by_distance(prev_distance, limit, order)
             num_free = int(self._free_G[g][-1])
-            if before is None or before_uses is None or before_sub_dataset is None:
-                departing, previous = 0, (NONE_I4, NONE_I4, NONE_I4, np.zeros(rows, dtype=np.int32))
+            if previous is None:
+                departing, known = 0, (NONE_I4, NONE_I4, NONE_I4, np.zeros(rows, dtype=np.int32))
             else:
-                old = before_uses.next_distance[before_sub_dataset][self._positions.span(before_sub_dataset, g)]
+                sub_dataset, before_G, before_uses = previous
+                old = before_uses.next_distance[sub_dataset][self._positions.span(sub_dataset, g)]
                 departing = old.size - plan.kept_G[g]
-                previous = before[g].slots_K, old, before[g].dump_order_K, prev_distance
-            kept = assign_slots(*previous, order, self._free_G[g], slots)
+                known = before_G[g].slots_K, old, before_G[g].dump_order_K, prev_distance
+            kept = assign_slots(*known, order, self._free_G[g], slots)
             assert kept == plan.kept_G[g], f"pass {plan.pass_index} keeps {kept} rows, planned {plan.kept_G[g]}"
             stable_order_by_distance(uses.next_distance[plan.sub_dataset][span], uses.longest, dump_order)
             loaded = np.zeros(0, dtype=np.uint8)

@@ -64,11 +64,11 @@ class PassPlanner:
             raise StateError("the previous pass could not be prepared, so this one is not: restart the run of passes")
         self._failed = True
         plan = self._planner.plan_next()
-        before, before_uses, before_sub_dataset = None, None, None
+        previous = None
         if self._previous is not None:
-            before, before_uses = self._previous.assignments, self._uses_of(self._previous.plan.epoch)
-            before_sub_dataset = self._previous.plan.sub_dataset
-        assignments = self._device.place(plan, self._uses_of(plan.epoch), before, before_uses, before_sub_dataset)
+            before, assignments = self._previous
+            previous = before.sub_dataset, assignments, self._uses_of(before.epoch)
+        assignments = self._device.place(plan, self._uses_of(plan.epoch), previous)
         self._previous, self._failed = PreparedPass(plan, assignments), False
         return self._previous
 
