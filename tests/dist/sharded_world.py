@@ -97,6 +97,11 @@ def world_of(sharding: ShardingPlan, rank: int) -> ShardWorld:
     return world
 
 
+def cursor_of(shards: ShardWriter) -> Cursor | None:
+    """Return the cursor of the newest commit; None before the first one of these ranks."""
+    return None if shards.store.commit is None else shards.store.commit.cursor
+
+
 def next_cursor(cursor: Cursor | None) -> Cursor:
     """Return the cursor of the next commit: every other pass commits in its middle, too."""
     if cursor is None:
@@ -123,7 +128,7 @@ def advance(
 
 def take(shards: ShardWriter, world: ShardWorld, note: Callable[..., None] = lambda **_: None) -> None:
     """Train to the next commit and publish it on all ranks."""
-    after = advance(shards.store, world, shards.cursor, note)
+    after = advance(shards.store, world, cursor_of(shards), note)
     shards.publish(after)
     note(done=after)
 
@@ -288,6 +293,6 @@ def ahead(path: Path, num_ranks: int, *who: int) -> None:
 
     def body(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:
         if ranks.rank in who:
-            advance(shards.store, world, shards.cursor)
+            advance(shards.store, world, cursor_of(shards))
 
     assert on_ranks(path, num_ranks, body) == [None] * num_ranks

@@ -28,7 +28,7 @@ from tests.crash.outcome import FAILING, EnoughError, Found
 from tests.crash.points import Point, unwatch
 from tests.crash.schedule import After, At, spread
 from tests.dist.meeting import Processes, meet
-from tests.dist.sharded_world import opened, problems, take
+from tests.dist.sharded_world import cursor_of, opened, problems, take
 from tiercache.errors import RankError
 from tiercache.store import Cursor, Store
 from tiercache.store.opening import StoreDirectory, newest_record, open_folder
@@ -62,7 +62,7 @@ def walk(path: Path, ranks: AnyCommunicator, teller: Teller, engine: str) -> Non
         shards, world = opened(path, ranks, engine=engine)
         with shards:
             teller.phase = PHASES[1]
-            while shards.cursor is None or shards.cursor < until:
+            while (cursor := cursor_of(shards)) is None or cursor < until:
                 take(shards, world, partial(note, teller))
 
 

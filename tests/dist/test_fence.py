@@ -12,6 +12,7 @@ from tests.dist.sharded_world import (
     ShardWorld,
     advance,
     check_shards,
+    cursor_of,
     on_ranks,
     sentences,
     take,
@@ -63,7 +64,7 @@ def trained(path: Path, engine: str, between: Callable[[Path], None]) -> list[An
             between(path)
         ranks.all_gather_object(None)
         with ranks.raise_on_all("training"):
-            after = advance(shards.store, world, shards.cursor)
+            after = advance(shards.store, world, cursor_of(shards))
         shards.publish(after)
 
     return on_ranks(path, 2, body, engine=engine)

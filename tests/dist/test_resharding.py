@@ -147,7 +147,7 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
 
     def begun(ranks: Any) -> Any:
         with made(path, others, ways(2, 1), ranks, reorganized=True) as shards:
-            return shards.cursor, shards.store.commit.schedule_digest
+            return shards.store.commit.cursor, shards.store.commit.schedule_digest
 
     for rank, (cursor, digest) in enumerate(on_ranks(2, begun)):
         share = ShardView(others, ways(2, 1), rank)

@@ -74,7 +74,7 @@ def check_owners(
         hashes, table_sharding = hash_keys(keys[whole.name], whole.table_id).tolist(), sharding.tables[whole.name]
         times = np.zeros((len(hashes), whole.dim), dtype=int)
         for rank in range(sharding.num_ranks):
-            low, high = owners.span(whole.name, rank)
+            low, high = int(owners.low_TW[t, rank]), int(owners.high_TW[t, rank])
             if table_sharding.by_hash:
                 begin, end = (n * 2**64 // sharding.num_ranks for n in (rank, rank + 1))
                 assert [i for i, value in enumerate(hashes) if begin <= value < end] == list(range(low, high))
@@ -126,7 +126,7 @@ def test_shares_of_all_ranks_are_the_dataset(passes: tc.PassDataset, sharding: S
         check_owners(passes.tables, sharding, {name: one.keys(name) for name in NAMES}, p)
         for t, whole in enumerate(passes.tables):
             for rank, share in enumerate(shares):
-                low, high = owners.span(whole.name, rank)
+                low, high = int(owners.low_TW[t, rank]), int(owners.high_TW[t, rank])
                 np.testing.assert_array_equal(share.passes[p].keys(whole.name), one.keys(whole.name)[low:high])
                 assert share.passes[p].rows(whole.name) == high - low
                 group = int(owners.group_TW[t, rank])

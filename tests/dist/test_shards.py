@@ -15,6 +15,7 @@ from tests.dist.sharded_world import (
     ShardWorld,
     advance,
     check_shards,
+    cursor_of,
     divide_among,
     on_ranks,
     sentences,
@@ -131,7 +132,7 @@ def test_a_rank_that_prepared_a_commit_prepares_no_other_one(tmp_path: Path, eng
             take(shards, world)
         if ranks.rank:
             compact(shards.store)
-            for step in (lambda: compact(shards.store), lambda: advance(shards.store, world, shards.cursor)):
+            for step in (lambda: compact(shards.store), lambda: advance(shards.store, world, cursor_of(shards))):
                 with pytest.raises(StoreError, match=r"commit 4 of .* waits for the other ranks: publish it"):
                     step()
         with pytest.raises(StateError if ranks.rank == 0 else RankError, match="has prepared no commit"):
@@ -228,11 +229,11 @@ def test_a_publication_that_found_no_room_may_be_made_again(
 
     def body(ranks: Any, shards: ShardWriter, world: ShardWorld) -> None:
         take(shards, world)
-        advance(shards.store, world, shards.cursor)
+        advance(shards.store, world, cursor_of(shards))
         full.turn(ranks, True)
         with pytest.raises(StoreFullError if ranks.rank == 0 else RankError, match="no space is left"):
             shards.publish(Cursor(1))
-        assert newest_record(path).cursor == shards.cursor == Cursor(0)
+        assert newest_record(path).cursor == cursor_of(shards) == Cursor(0)
         full.turn(ranks, False)
         shards.publish(Cursor(1))
         take(shards, world)
@@ -255,7 +256,7 @@ def test_a_commit_that_one_rank_found_no_room_for_is_no_commit_of_any(
         take(shards, world)
         full.turn(ranks, True)
         with pytest.raises(StoreFullError) if ranks.rank == which else nullcontext():
-            advance(shards.store, world, shards.cursor)
+            advance(shards.store, world, cursor_of(shards))
         full.turn(ranks, False)
         shards.meet()
         assert not shards.ahead
@@ -291,7 +292,7 @@ def test_a_commit_that_not_all_ranks_heard_of_is_there(
         stood = take_deaf(ranks, shards, world)
         deaf.turn(ranks, False)
         shards.meet()
-        assert shards.cursor == Cursor(1)
+        assert cursor_of(shards) == Cursor(1)
         take(shards, world)
         return [stood, take_deaf(ranks, shards, world)]
 

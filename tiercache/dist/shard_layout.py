@@ -92,11 +92,6 @@ class Owners:
         """W."""
         return int(self.low_TW.shape[1])
 
-    def span(self, table: str, rank: int) -> tuple[int, int]:
-        """Return the first local id of a table that a rank owns, and one past the last."""
-        t = self.index(table)
-        return int(self.low_TW[t, rank]), int(self.high_TW[t, rank])
-
     def index(self, table: str) -> int:
         """Return t of a table. Raises KeyError for an unknown name."""
         for t, known in enumerate(self.tables):

@@ -16,7 +16,7 @@ import numpy as np
 
 from tiercache.dist.shard_spec import ShardSpec
 from tiercache.errors import StateError
-from tiercache.store import Cursor, Store, StoreError, Table
+from tiercache.store import Store, StoreError, Table
 from tiercache.store.commit import CommitRecord, head_of
 from tiercache.store.commit_reader import CommitReader, read_blob, record_at
 from tiercache.store.engines.engine import Blob, Head, MemoryEngine, ReadRequest
@@ -211,12 +211,6 @@ class ShardWriter:
         snapshot = Snapshot(prepared.commit, loader.groups)
         held = CommitReader(loader, snapshot, alone=True)
         return Store(opened, of.path, of.mode, prepared.commit.id, None, of, held)
-
-    @property
-    def cursor(self) -> Cursor | None:
-        """The cursor of the newest commit; None before the first one of these ranks."""
-        commit = self.store.commit
-        return None if commit is None else commit.cursor
 
     @property
     def label(self) -> str:
