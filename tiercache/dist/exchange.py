@@ -67,7 +67,8 @@ class RowExchange:
         self._order = np.array([r for r in range(ranks.size) if r != ranks.rank] + [ranks.rank])
         self._replicas = Replicas(ranks, backend, wire_dtype)
         self._slices: SliceSteps | None = None
-        self._rows: Sequence[GroupRows] = ()
+        self.rows: Sequence[GroupRows] = ()
+        """The groups of this rank's part in the open pass."""
 
     @property
     def slices(self) -> SliceSteps:
@@ -83,13 +84,13 @@ class RowExchange:
     def open_pass(self, layout: ShardLayout, rows: Sequence[GroupRows]) -> None:
         """Begin to exchange rows of a pass; ``rows`` are the groups of this rank's part."""
         owners = layout.owners
-        self._rows = rows
+        self.rows = rows
         self._slices = SliceSteps(self.ranks, self._backend, owners, self._part_groups)
         self._replicas.open(owners if layout.replicated else None, rows)
 
     def close(self) -> None:
         """Release the rows of the open pass."""
-        self._rows, self._slices = (), None
+        self.rows, self._slices = (), None
         self._replicas.open(None, ())
 
     def serve(self, batch: ExchangedInput, error: Exception | None = None) -> tuple[list[GroupRows], torch.Tensor]:
@@ -135,7 +136,7 @@ class RowExchange:
                 at[own] += 0 if target is None else count * int(dims_H[h])
         requests = []
         for h, first, count, target, begin in spans:
-            rows, part = self._rows[h], slice(first, first + count)
+            rows, part = self.rows[h], slice(first, first + count)
             dim = rows.vectors.dim
             out = None if target is None else p.array(target[begin : begin + count * dim].view(count, dim))
             requests.append(RowRequest(rows, p.array(positions[part]), p.array(slots[part]), out))
@@ -265,7 +266,7 @@ class RowExchange:
                     slots=p.array(torch.cat([some for some, _ in pieces])),
                     gradient=p.array(flat), width=1, cols=NONE_I8,
                     places=p.to_device(np.concatenate([where for _, where in pieces])),
-                    scales=NONE_F4, argmax=NONE_I4, spans=partial(_spans, self._rows[h].first, positions[h]),
+                    scales=NONE_F4, argmax=NONE_I4, spans=partial(_spans, self.rows[h].first, positions[h]),
                 )
             )  # fmt: skip
         return positions, replicated

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tiercache.dist.exchange import RowExchange
     from tiercache.dist.pooled import PooledInput, PooledPart
     from tiercache.rows.backends.base import Backend
-    from tiercache.values.lookups import GroupGradients, GroupRows, LookedUp
+    from tiercache.values.lookups import GroupGradients, LookedUp
 
 
 class ServedPart(NamedTuple):
@@ -48,17 +48,12 @@ class PooledBatch:
 class PooledOutputDist:
     """Has owner ranks pool features. ``serve`` and ``send_gradients`` are collective.
 
-    It uses the ranks, the wire and the threads of a `RowExchange`.
+    It uses the ranks, the wire, the rows and the threads of a `RowExchange`.
     """
 
     def __init__(self, exchange: RowExchange, backend: Backend) -> None:
         self._exchange, self._backend = exchange, backend
         self._ranks, self._wire = exchange.ranks, exchange.wire
-        self._rows: Sequence[GroupRows] = ()
-
-    def open(self, rows: Sequence[GroupRows]) -> None:
-        """Begin a pass; ``rows`` are the groups of this rank's part. Empty: no pass."""
-        self._rows = rows
 
     def serve(self, inputs: PooledInput) -> PooledBatch:
         """Have features pooled. Call it after ``RowExchange.serve`` of the same batch.
@@ -89,7 +84,7 @@ class PooledOutputDist:
             out = here if rank == self._ranks.rank else out  # noqa: PLW2901 - the same, elsewhere
             if out.numel():
                 found = self._backend.pool(
-                    [(self._rows[part.group], entries) for part, entries in entries_W[rank]],
+                    [(self._exchange.rows[part.group], entries) for part, entries in entries_W[rank]],
                     self._backend.array(out.view(-1, block.width)),
                 )
                 served_W[rank] = tuple(ServedPart(*of, one) for of, one in zip(entries_W[rank], found, strict=True))
@@ -181,7 +176,7 @@ class PooledOutputDist:
                     SavedGradient(
                         slots=found.slots[some], gradient=self._backend.array(gradient), width=width, cols=e.cols,
                         places=found.places[some], scales=found.scales[some], argmax=NONE_I4,
-                        spans=partial(position_spans, self._rows[part.group].first, positions),
+                        spans=partial(position_spans, self._exchange.rows[part.group].first, positions),
                     )
                 )  # fmt: skip
                 self._exchange.slices.note_rows(part.group, positions, into)

@@ -150,7 +150,6 @@ class RankExchange:
     def open(self, rows: RowView) -> None:
         """Begin a prepared pass; this rank owns ``rows``."""
         self.rows.open_pass(self._layouts[rows].shards, rows.groups)
-        self.pooling.open(rows.groups)
 
     def read(self, request: BatchRequest, rows: RowView, *, ahead: bool, by_owner: bool = False) -> Callable[[], Any]:
         """Return a function that reads this rank's part of the samples of ``request``.
@@ -465,7 +464,6 @@ class RankExchange:
             self._input_thread.shutdown()
             self._row_thread.shutdown()
         self.rows.close()
-        self.pooling.open(())
 
 
 def _found(places: NDArray[np.int32], rows: NDArray[np.int32]) -> NDArray[np.int32]:
