@@ -10,6 +10,7 @@ from rich.console import Console
 
 from tiercache.data.dataset import PassDataset
 from tiercache.data.repartition import split_cursor, split_source
+from tiercache.dist.shard_view import ShardView
 from tiercache.planning.budgets import HostBudget, distance_bytes
 from tiercache.planning.matching import check_tables
 from tiercache.planning.next_use import FirstUses, count_keys
@@ -74,7 +75,7 @@ def reorganize(
     if start is None and commit is not None:
         if commit.schedule_digest == schedule.digest:
             return commit
-        start = commit.cursor if commit.overlaid == schedule.digest else _continued(commit, passes, rule)
+        start = place_of(commit, passes, rule)
     begin = Cursor.of(start or (0, 0))
     _check_start(begin, schedule, passes)
     if commit is None:
@@ -158,17 +159,21 @@ def reorganize_plan(
     )
 
 
-def _continued(commit: Commit, passes: DatasetView, order: OrderRule) -> Cursor | None:
-    """Return the position at which training resumes if the passes are split from those trained; None if not.
+def place_of(commit: Commit, passes: DatasetView, order: OrderRule) -> Cursor | None:
+    """Return the position in the schedule of ``passes`` at which training at ``commit`` resumes.
 
-    A permutation (order) belongs to one set of sub-datasets.
+    None if they are neither the passes it was trained with nor split from them. Raises DatasetError for a position that
+    split passes do not have.
     """
-    if isinstance(order, tuple) or not isinstance(passes, PassDataset) or (source := split_source(passes)) is None:
+    trained = commit.schedule_digest or commit.overlaid
+    if trained == Schedule.of(passes, order).digest:
+        return commit.cursor
+    whole = passes.whole if isinstance(passes, ShardView) else passes
+    if isinstance(order, tuple) or not isinstance(whole, PassDataset) or (source := split_source(whole)) is None:
+        return None  # a permutation (order) belongs to one set of sub-datasets
+    if trained != Schedule(num_passes=len(source.parts), dataset_digest=source.digest, order=order).digest:
         return None
-    before = Schedule(num_passes=len(source.parts), dataset_digest=source.digest, order=order)
-    if (commit.schedule_digest or commit.overlaid) != before.digest:
-        return None
-    return Cursor(*split_cursor(passes, commit.cursor, order=commit.settings.get("order"), order_seed=order))
+    return Cursor(*split_cursor(whole, commit.cursor, order=commit.settings.get("order"), order_seed=order))
 
 
 def first_uses(store: Store, passes: DatasetView, schedule: Schedule, start: Cursor) -> tuple[FirstUses, Layout]:

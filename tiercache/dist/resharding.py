@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, Unpack
 
-from tiercache.data.repartition import split_cursor, split_source
 from tiercache.dist.budget_checks import check_store
-from tiercache.dist.reorganize import first_uses, make_first_rows
+from tiercache.dist.reorganize import first_uses, make_first_rows, place_of
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import BudgetError, DatasetError, StateError
 from tiercache.planning.budgets import distance_bytes
@@ -177,22 +176,23 @@ class Need:
         return self.shard + self.scratch
 
     @classmethod
-    def of(cls, old: Store, store: Store, view: ShardView, uses: FirstUses, cursor: Cursor, state_bytes: int) -> Need:
+    def of(cls, old: Store, store: Store, view: ShardView, uses: FirstUses) -> Need:
         """Predict it from sizes. ``uses`` are the uses of the new shard."""
-        rows = row_bytes = 0
+        rows, row_bytes, commit = 0, 0, old.commit
+        assert commit is not None, "the store has a commit"
         of_tables = []
         for group in store.groups:
             for table in group.tables:
                 hashes = view.sharding.owned_hashes(table.name, view.rank)
                 mine = 0 if hashes is None else old.most_rows(table.name, hashes)
-                if cursor.pass_index < len(view):
+                if commit.cursor.pass_index < len(view):
                     mine += sum(uses.counts(table.name).values())
                 rows, row_bytes = rows + mine, row_bytes + mine * group.row_bytes
                 of_tables.append((group.index, mine, entry_bytes(table)))
         positions = sum(one.rows(table.name) for one in view.passes for table in view.tables)
         return cls(
             rows=rows,
-            shard=row_bytes + _KEY_BYTES * rows + state_bytes + sum(distance_bytes(positions)),
+            shard=row_bytes + _KEY_BYTES * rows + commit.state_bytes + sum(distance_bytes(positions)),
             scratch=row_scratch_bytes(of_tables),
         )
 
@@ -203,11 +203,9 @@ _CopyPlan: TypeAlias = "tuple[Need, Cursor, Callable[[], Commit]]"
 
 def _plan_copy(old: Store, store: Store, view: ShardView, order: OrderRule, *, reorganized: bool) -> _CopyPlan:
     _check_sharded(old, view.sharding.num_ranks)
-    start, schedule, commit = _start(old, view, order, reorganized=reorganized), Schedule.of(view, order), old.commit
-    assert commit is not None, "the store has a commit"
+    start, schedule = _start(old, view, order, reorganized=reorganized), Schedule.of(view, order)
     uses, layout = first_uses(store, view, schedule, start)
-    need = Need.of(old, store, view, uses, commit.cursor, commit.state_bytes)
-    return need, start, partial(
+    return Need.of(old, store, view, uses), start, partial(
         copy_shard, old, store, view.sharding, view.rank,
         uses=uses, layout=layout, start=start, schedule_digest=schedule.digest,
     )  # fmt: skip
@@ -223,26 +221,6 @@ def _check_sharded(old: Store, num_ranks: int) -> None:
             f"part, but there are {num_ranks} now: start {before} ranks. To change their number, save the full state "
             "there (with torch.distributed.checkpoint), and begin with it and an export of the rows"
         )
-
-
-def place_of(commit: Commit, view: ShardView, order: OrderRule) -> Cursor | None:
-    """Return the position in the schedule of ``view`` at which training at ``commit`` resumes.
-
-    None if its passes are neither those it was trained with nor split from them. Raises DatasetError for a position
-    that split passes do not have.
-    """
-
-    def trained(num_passes: int, passes: str) -> bool:
-        schedule = Schedule(num_passes=num_passes, dataset_digest=passes, order=order)
-        return schedule.digest == (commit.schedule_digest or commit.overlaid)
-
-    if trained(len(view), view.whole.digest):
-        return commit.cursor
-    source = split_source(view.whole)
-    if source is None or isinstance(order, tuple) or not trained(len(source.parts), source.digest):
-        return None
-    samples = commit.settings.get("order")
-    return Cursor(*split_cursor(view.whole, commit.cursor, order=samples, order_seed=order))
 
 
 def _start(old: Store, view: ShardView, order: OrderRule, *, reorganized: bool) -> Cursor:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 from tiercache.data.dataset import PassDataset
 from tiercache.dist.budget_checks import check_plan
 from tiercache.dist.consistency import check_same
-from tiercache.dist.reorganize import import_rows, reorganize
-from tiercache.dist.resharding import place_of, reshard
+from tiercache.dist.reorganize import import_rows, place_of, reorganize
+from tiercache.dist.resharding import reshard
 from tiercache.dist.rolling_back import roll_back
 from tiercache.dist.shard_spec import folders_of
 from tiercache.dist.shard_view import ShardView
