@@ -11,7 +11,7 @@ from tests.kernels.shim.device import ShimDevice
 from tests.kernels.stochastic import AWKWARD, philox, row_words
 from tiercache.kernels.cpu.initial import CONSTANT, NORMAL, UNIFORM, ZEROS, initial_rows
 from tiercache.kernels.cuda import initial as cuda_initial
-from tiercache.kernels.cuda.launch import launch_table, view
+from tiercache.kernels.cuda.launch import launch_parts, view
 from tiercache.kernels.step import Vectors
 from tiercache.store.bits import to_bits
 
@@ -142,7 +142,7 @@ def test_the_nearest_is_that_of_numpy_on_cuda(dtype: str) -> None:
         parts = [
             (0, 0, at + 8 * i, 1, 0, 3, 1, CONSTANT, value, 0, dtype == "float16") for i, value in enumerate(values)
         ]
-        launch_table(m.device, "initial.initial_rows_narrow", cuda_initial._PART, parts, count)  # a row of each number
+        launch_parts(m.device, "initial.initial_rows_narrow", cuda_initial._PART, parts, count)  # a row of each number
         assert np.array_equal(m.read(out).view(np.uint16)[:, 2], to_bits(values, dtype))
 
 

@@ -68,9 +68,9 @@ __device__ __forceinline__ void write_elements(
 
 // Four elements make one run of the generator and one access; a warp's lanes take them side by side.
 template <class T>
-__device__ __forceinline__ void make_rows(const NewRows* parts, int64 num_parts, int64 num_tasks) {
-    for (int64 task = warp_id(); task < num_tasks; task += num_warps()) {
-        const NewRows& part = part_of(parts, num_parts, task);
+__device__ __forceinline__ void make_rows(const Parts<NewRows>& parts) {
+    for (int64 task = warp_id(); task < parts.num_tasks; task += num_warps()) {
+        const NewRows& part = part_of(parts, task);
         const int64 first = (task - part.first_task) * 32;
         const int count = part.rows - first < 32 ? static_cast<int>(part.rows - first) : 32;
         const int blocks = (part.dim + 3) / 4;
@@ -86,13 +86,13 @@ __device__ __forceinline__ void make_rows(const NewRows* parts, int64 num_parts,
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-initial_rows(const NewRows* parts, int64 num_parts, int64 num_tasks) {
-    make_rows<float>(parts, num_parts, num_tasks);
+initial_rows(const __grid_constant__ Parts<NewRows> parts) {
+    make_rows<float>(parts);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-initial_rows_narrow(const NewRows* parts, int64 num_parts, int64 num_tasks) {
-    make_rows<uint16>(parts, num_parts, num_tasks);
+initial_rows_narrow(const __grid_constant__ Parts<NewRows> parts) {
+    make_rows<uint16>(parts);
 }
 
 // The stream of a row, from which the step's kernels draw random bits for stochastic rounding.

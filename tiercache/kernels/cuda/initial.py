@@ -9,7 +9,7 @@ import numpy as np
 
 from tiercache.kernels.cpu.hashing import mix
 from tiercache.kernels.cpu.initial import CONSTANT, UNIFORM, ZEROS
-from tiercache.kernels.cuda.launch import Device, blocks_for, launch_table, struct, view
+from tiercache.kernels.cuda.launch import Device, blocks_for, launch_parts, struct, view
 from tiercache.kernels.cuda.vectors import rows_at
 from tiercache.kernels.step import Vectors
 
@@ -73,4 +73,4 @@ def _launch(
     rows = size if to.dim else 0
     vec = to.access()[0]
     part = keys, address, to.address, rows, stream, to.dim, vec, kind, a, b, to.is_half
-    launch_table(device, f"initial.initial_rows{to.suffix}", _PART, [part], [-(-rows // _TASK)])
+    launch_parts(device, f"initial.initial_rows{to.suffix}", _PART, [part], [-(-rows // _TASK)])

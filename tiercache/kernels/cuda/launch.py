@@ -177,19 +177,6 @@ def blocks_for(device: Device, warps: int, blocks_per_sm: int = _BLOCKS_PER_SM) 
     return max(1, min(-(-warps * 32 // BLOCK_THREADS), device.num_sms * blocks_per_sm))
 
 
-def launch_table(
-    device: Device, kernel: str, dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int], *more: Argument
-) -> None:
-    """Launch a kernel over the tasks of any number of parts, in a table on the device.
-
-    dtype: of a part's struct, which begins with its first task; parts are passed without it, it is filled in here.
-    """
-    *firsts, num_tasks = accumulate(tasks, initial=0)
-    if num_tasks:
-        table = np.array([(first, *part) for first, part in zip(firsts, parts, strict=True)], dtype)
-        device.launch(kernel, blocks_for(device, num_tasks), (table, len(parts), num_tasks, *more))
-
-
 def most_parts(dtype: "np.dtype[Any]") -> int:
     """Return the number of parts of a struct that fit in the argument of one launch."""
     return _PART_BYTES // dtype.itemsize
@@ -246,7 +233,8 @@ def launch_parts(
 ) -> None:
     """Launch a kernel over the tasks of a few parts, which are an argument of the launch: nothing is copied.
 
-    dtype, parts and tasks as in `launch_table`. If not all parts fit, there are several launches.
+    dtype: of a part's struct, which begins with its first task; parts are passed without it, it is filled in here. If
+    not all parts fit, there are several launches.
     """
     most = most_parts(dtype)
     for begin in range(0, len(parts), most):
