@@ -13,7 +13,8 @@ import numpy as np
 from tiercache.data.array_file import ArrayFileWriter, bytes_of
 from tiercache.data.manifest import SubDatasetRecord, file_name
 from tiercache.errors import ExtractionError
-from tiercache.kernels.cpu.samples import permute, permute_columns
+from tiercache.kernels.cpu.samples import permute_columns
+from tiercache.kernels.cpu.slots import take
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.store.files import read_cached, sync, write_cached
 
@@ -175,7 +176,7 @@ def close_pass(open_pass: OpenPass, path: Path, workers: Workers) -> SubDatasetR
                 permute_columns(values, all_positions, bases, ids)
                 values = ids
             elif kind == "ids":
-                permute(values, positions[layout.schema.feature(feature).table])
+                take(positions[layout.schema.feature(feature).table], values, values)
             writer.write(array.name, array.row, values)
 
     workers.run(partial(rewrite, batch) for batch in open_pass.batches)

@@ -1,7 +1,7 @@
 """Gathering samples from the mapped arrays of a sub-dataset, and replacing numbers by local ids.
 
 All kernels are serial and run without the GIL, so that any thread may call them.
-Legend: n requested samples, N samples of the sub-dataset, S features with one id, E ids.
+Legend: n requested samples, N samples of the sub-dataset, S features with one id.
 """
 
 import numpy as np
@@ -87,13 +87,6 @@ def gather_lists(
         at = begins[i]
         for e in range(offsets[i + 1] - offsets[i]):
             out[offsets[i] + e] = words[at + e]
-
-
-@serial
-def permute(numbers: Written[I4], positions: I4) -> None:
-    """Replace each of the E numbers by `positions[number]`, in place."""
-    for e in range(numbers.size):
-        numbers[e] = positions[numbers[e]]
 
 
 @serial

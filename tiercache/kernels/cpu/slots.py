@@ -75,7 +75,7 @@ def assign_slots(
 
 @serial
 def take(values: I4, places: I4, out: Written[I4]) -> None:
-    """Write `values[places[i]]` to `out[i]`."""
+    """Write `values[places[i]]` to `out[i]`; `out` may be `places`."""
     for i in range(places.size):
         out[i] = values[places[i]]
 

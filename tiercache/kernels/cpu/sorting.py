@@ -103,11 +103,6 @@ class SortBuffers:
         if self.counts.shape[0] < parts:
             self.counts, self.highest = np.empty((parts, 1 << _DIGIT_BITS), np.int64), np.empty(parts, np.int64)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers."""
-        return self.first.nbytes + self.second.nbytes + self.counts.nbytes
-
 
 def sort_slots(slots: I4, num_slots: int, buffers: SortBuffers) -> U8:
     """Return (slot << 32 | entry) for every entry, ascending: the entries of a row are adjacent, in batch order.

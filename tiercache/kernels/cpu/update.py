@@ -432,11 +432,6 @@ class UpdateBuffers:
         if rounds and self.noise.size < parts * padded:
             self.noise = np.empty(parts * padded, np.uint32)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers."""
-        return self.long.nbytes + self.sums.nbytes + self.noise.nbytes + self.counter.nbytes
-
 
 _NO_STATE = np.empty((0, 0), np.float32)
 
