@@ -51,12 +51,9 @@ class DeviceMemoryPlan:
     """The memory of each group's largest pass."""
 
     groups: tuple[Group, ...]
-    rows_G: tuple[int, ...]
-    """Rows of the largest pass, by group."""
-    reserve_G: tuple[int, ...]
-    """Extra slots, for rows of the next pass that arrive during training."""
     layouts: tuple[Layout, ...]
-    """The arrays of each group."""
+    """The arrays of each group: positions for its largest pass, and rows also for those of the next pass that arrive
+    during training."""
     num_bytes: int
 
     @classmethod
@@ -68,7 +65,7 @@ class DeviceMemoryPlan:
         On a GPU, at most a tenth of ``device_budget`` is a reserve, and only what rows and, if it fits, an index leave.
         """
         groups = positions.groups
-        rows_G = tuple(max(positions.num_rows(p, g) for p in range(positions.num_passes)) for g in range(len(groups)))
+        rows_G = [max(positions.num_rows(p, g) for p in range(positions.num_passes)) for g in range(len(groups))]
         layouts = tuple(
             Layout(rows, tuple(field.words for field in group.fields), rows, group.dtype != "float32")
             for rows, group in zip(rows_G, groups, strict=True)
@@ -78,8 +75,7 @@ class DeviceMemoryPlan:
         spare = min(device_budget // 10, left) if backend.queues and positions.num_passes > 1 else 0
         reserve_G = reserved_rows(rows_G, [4 * sum(n.widths) + 8 * n.rounded for n in layouts], spare)
         layouts = tuple(n._replace(rows=n.rows + more) for n, more in zip(layouts, reserve_G, strict=True))
-        num_bytes = backend.bytes_of(layouts)
-        return cls(groups=groups, rows_G=rows_G, reserve_G=reserve_G, layouts=layouts, num_bytes=num_bytes)
+        return cls(groups=groups, layouts=layouts, num_bytes=backend.bytes_of(layouts))
 
     def check(
         self, device_budget: int, *, num_ranks: int = 1, replicas: int = 0, advice: str = "", cut: str = ""
@@ -93,7 +89,8 @@ class DeviceMemoryPlan:
         if total > device_budget:
             need, allowed = distinct_sizes(total, device_budget)
             parts = [
-                f"{n:,} rows of dim {group.fields[0].width}" for n, group in zip(self.rows_G, self.groups, strict=True)
+                f"{n.positions:,} rows of dim {group.fields[0].width}"
+                for n, group in zip(self.layouts, self.groups, strict=True)
             ]
             parts += [f"{format_bytes(replicas)} of replicated vectors"] if replicas else []
             each, devices, of_devices = "", "", ""
@@ -112,8 +109,8 @@ class DeviceMemoryPlan:
                 f"the passes need {need} on the device ({', '.join(parts)}) but device_budget is {allowed}{each}: "
                 f"raise it to {option_bytes(total)}{smaller}{advice}"
             )
-        for rows in self.rows_G:
-            if rows > MOST_SLOTS:
+        for layout in self.layouts:
+            if (rows := layout.positions) > MOST_SLOTS:
                 raise BudgetError(f"a group has {rows:,} rows in one pass, but slots are int32: cut smaller passes")
 
 
