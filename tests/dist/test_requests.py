@@ -36,7 +36,6 @@ def owners_of(rows: list[int], cuts: list[list[int]], kinds: list[str]) -> Owner
         before = [u for u, other in enumerate(TABLES) if group_of[other.name] < group_of[one.name]]
         same = [u for u in before if group[u, 0] == group[t, 0]]
         first[t] = (high - low)[same].sum(axis=0)
-    columns = np.array([[[0, one.dim]] * 2 for one in TABLES], dtype=np.int32)
     found = tuple(
         tuple(
             Destination(w, int(low[t, w]), int(high[t, w]), int(group[t, w]), int(first[t, w]), 0, one.dim)
@@ -44,7 +43,7 @@ def owners_of(rows: list[int], cuts: list[list[int]], kinds: list[str]) -> Owner
         )
         for t, one in enumerate(TABLES)
     )
-    return Owners(0, TABLES, tuple(kinds), bounds[:, 2], low, high, group, first, columns, found)  # type: ignore[arg-type]
+    return Owners(0, TABLES, tuple(kinds), bounds[:, 2], low, high, group, first, found)  # type: ignore[arg-type]
 
 
 def check(owners: Owners, rank: int, ids: dict[str, list[int]]) -> None:

@@ -78,19 +78,17 @@ def check_owners(
             if table_sharding.by_hash:
                 begin, end = (n * 2**64 // sharding.num_ranks for n in (rank, rank + 1))
                 assert [i for i, value in enumerate(hashes) if begin <= value < end] == list(range(low, high))
-            first, last = owners.columns_TW2[t, rank]
-            times[low:high, first:last] += 1
-        assert (times == 1).all()
         owning = {d.rank for d in owners.destinations[t]}
         for rank in range(sharding.num_ranks):
             assert rank in owning or owners.low_TW[t, rank] == owners.high_TW[t, rank]
         for d in owners.destinations[t]:
             arrays = owners.low_TW, owners.high_TW, owners.group_TW, owners.first_TW
             assert (d.low, d.high, d.group, d.first) == tuple(array[t, d.rank] for array in arrays)
-            assert (d.first_column, d.last_column) == tuple(owners.columns_TW2[t, d.rank])
+            times[d.low : d.high, d.first_column : d.last_column] += 1
             part = next(one for one in groups[d.rank][d.group].tables if one.name == whole.name)
             assert d.last_column - d.first_column == part.dim
             assert d.first_column == part.first_column
+        assert (times == 1).all()
         assert owners.rows_T[t] == len(hashes)
     for rank, mine in enumerate(groups):
         for group in mine:

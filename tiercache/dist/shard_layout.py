@@ -81,8 +81,6 @@ class Owners:
     high_TW: NDArray[np.int64]
     group_TW: NDArray[np.int32]
     first_TW: NDArray[np.int64]
-    columns_TW2: NDArray[np.int32]
-    """The first column that the rank owns and one past the last; all columns if it owns no row."""
     destinations: tuple[tuple[Destination, ...], ...]
     """By table: its owners, in order of local ids, or of columns for column slices. A rank that owns columns is listed
     even if the pass has no row of the table; one that owns a range of hashes is not."""
@@ -115,16 +113,14 @@ def find_owners(
     T, W = len(tables), sharding.num_ranks
     rows = np.array([keys_of(table.name).size for table in tables], dtype=np.int64)
     low, high, first = np.zeros((T, W), np.int64), np.zeros((T, W), np.int64), np.zeros((T, W), np.int64)
-    group, columns = np.zeros((T, W), np.int32), np.zeros((T, W, 2), np.int32)
+    group = np.zeros((T, W), np.int32)
     for t, table in enumerate(tables):
         table_sharding = sharding.tables[table.name]
-        columns[t, :, 1] = table.dim
         if table_sharding.by_hash:
             bounds = rank_bounds(keys_of(table.name), table, W)
             low[t], high[t] = bounds[:-1], bounds[1:]
         for part in table_sharding.slices:
             high[t, part.rank] = rows[t]
-            columns[t, part.rank] = part.first, part.last
     for rank, groups in enumerate(groups_W):
         place = {table.name: t for t, table in enumerate(tables)}
         for one in groups:
@@ -138,17 +134,16 @@ def find_owners(
                 )
     found = []
     for t, table in enumerate(tables):
-        ranks = [part.rank for part in sharding.tables[table.name].slices] or np.nonzero(high[t] > low[t])[0].tolist()
+        parts = [(part.rank, part.first, part.last) for part in sharding.tables[table.name].slices]
+        parts = parts or [(w, 0, table.dim) for w in np.nonzero(high[t] > low[t])[0].tolist()]
         found.append(
             tuple(
-                Destination(
-                    w, int(low[t, w]), int(high[t, w]), int(group[t, w]), int(first[t, w]), *columns[t, w].tolist()
-                )
-                for w in ranks
+                Destination(w, int(low[t, w]), int(high[t, w]), int(group[t, w]), int(first[t, w]), *columns)
+                for w, *columns in parts
             )
         )
     kinds = tuple(sharding.tables[table.name].kind for table in tables)
-    return Owners(sub_dataset, tuple(tables), kinds, rows, low, high, group, first, columns, tuple(found))
+    return Owners(sub_dataset, tuple(tables), kinds, rows, low, high, group, first, tuple(found))
 
 
 def rank_bounds(keys: NDArray[np.int64], table: Table, num_ranks: int) -> NDArray[np.int64]:
