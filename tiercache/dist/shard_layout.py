@@ -117,7 +117,8 @@ def find_owners(
     for t, table in enumerate(tables):
         table_sharding = sharding.tables[table.name]
         if table_sharding.by_hash:
-            bounds = rank_bounds(keys_of(table.name), table, W)
+            keys = keys_of(table.name)
+            bounds = [hash_range_bound(keys, table.table_id, bound) for bound in hash_bounds(W)]
             low[t], high[t] = bounds[:-1], bounds[1:]
         for part in table_sharding.slices:
             high[t, part.rank] = rows[t]
@@ -144,11 +145,6 @@ def find_owners(
         )
     kinds = tuple(sharding.tables[table.name].kind for table in tables)
     return Owners(sub_dataset, tuple(tables), kinds, rows, low, high, group, first, tuple(found))
-
-
-def rank_bounds(keys: NDArray[np.int64], table: Table, num_ranks: int) -> NDArray[np.int64]:
-    """Return the start of each rank's range of hashes: (W + 1,), for keys (n,) in hash order."""
-    return np.array([hash_range_bound(keys, table.table_id, bound) for bound in hash_bounds(num_ranks)], np.int64)
 
 
 _MOST_POSITIONS = 1 << 31
