@@ -37,6 +37,13 @@ _TRANSFER_BYTES = 32 << 20
 _LAST = attrgetter("last")
 
 
+class PreparedPass(NamedTuple):
+    """A planned pass whose rows have slots."""
+
+    plan: PassPlan
+    assignments: list[SlotAssignment]
+
+
 class Transfer(NamedTuple):
     """The rows that one launch moves: for a dump rows [first, last), for a load some of the rows before ``last``."""
 
@@ -107,12 +114,10 @@ class Packer:
 
     # -- dump ---------------------------------------------------------------------------------------------
 
-    def allocate(
-        self, plan: PassPlan, assignments: Sequence[SlotAssignment], upcoming: PassPlan | None,
-        upcoming_assignments: Sequence[SlotAssignment] = (),
-    ) -> SwitchBuffers:  # fmt: skip
-        """Allocate the dump of ``plan``; the host keeps the rows of earlier dumps that ``upcoming`` needs."""
-        self._host.keep({} if upcoming is None else _needed(upcoming), not_before=plan.pass_index)
+    def allocate(self, current: PreparedPass, upcoming: PreparedPass | None) -> SwitchBuffers:
+        """Allocate the dump of ``current``; the host keeps the rows of earlier dumps that ``upcoming`` needs."""
+        plan, assignments = current
+        self._host.keep({} if upcoming is None else _needed(upcoming.plan), not_before=plan.pass_index)
         dumps = []
         for g, layout in enumerate(plan.dumps):
             order = assignments[g].dump_order_K
@@ -121,7 +126,7 @@ class Packer:
             dumps.append(
                 GroupDump(layout, order, regions, self.lay_out(layout, 0, [region.data for region in regions]))
             )
-        return SwitchBuffers(dumps, self.lay_out_cached(upcoming, upcoming_assignments))
+        return SwitchBuffers(dumps, [] if upcoming is None else self._lay_out_cached(*upcoming))
 
     def lay_out(self, layout: SegmentLayout, first_block: int, blocks: Sequence[NDArray[np.uint8]]) -> list[Transfer]:
         """Lay out neighboring blocks, given by their bytes. Any thread."""
@@ -169,15 +174,14 @@ class Packer:
 
     # -- load ---------------------------------------------------------------------------------------------
 
-    def lay_out_cached(self, plan: PassPlan | None, assignments: Sequence[SlotAssignment] = ()) -> list[list[Transfer]]:
+    def _lay_out_cached(self, plan: PassPlan, assignments: Sequence[SlotAssignment]) -> list[list[Transfer]]:
         """Lay out the rows that a pass loads from host blocks, by group. For a thread that may use the host tier."""
-        runs_G: list[list[PageRun]] = [[] for _ in self._positions.groups]
-        if plan is not None:
-            next_G = list(plan.kept_G)
-            for load in plan.loads:
-                if load.host.first < load.host.last:
-                    runs_G[load.group] += self._host.runs(load.pass_index, load.group, load.host, next_G[load.group])
-                next_G[load.group] += load.rows
+        runs_G: list[list[PageRun]] = [[] for _ in assignments]
+        next_G = list(plan.kept_G)
+        for load in plan.loads:
+            if load.host.first < load.host.last:
+                runs_G[load.group] += self._host.runs(load.pass_index, load.group, load.host, next_G[load.group])
+            next_G[load.group] += load.rows
         return self._load_transfers(runs_G, assignments)
 
     def lay_out_staged(self, staged: Staged) -> StagedLayout:
@@ -191,10 +195,9 @@ class Packer:
     def _load_transfers(
         self, runs_G: list[list[PageRun]], assignments: Sequence[SlotAssignment]
     ) -> list[list[Transfer]]:
-        free_G = [assignment.free for assignment in assignments] or [0] * len(runs_G)
         return [
-            self._transfers(group.row_bytes // 4, runs, cut=free)
-            for group, runs, free in zip(self._positions.groups, runs_G, free_G, strict=True)
+            self._transfers(group.row_bytes // 4, runs, cut=assignment.free)
+            for group, runs, assignment in zip(self._positions.groups, runs_G, assignments, strict=True)
         ]
 
     def load_ahead(self, load: PassLoad) -> None:

@@ -6,7 +6,7 @@ import os
 import time
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from tiercache.planning.next_use import longest_distance
 from tiercache.planning.pass_plan import segments_by_pass
 from tiercache.reporting.report import PassReport
 from tiercache.rows.host import HostTier
-from tiercache.rows.packing import Packer, PassLoad, SwitchBuffers
+from tiercache.rows.packing import Packer, PassLoad, PreparedPass, SwitchBuffers
 from tiercache.rows.prefetch import RowPrefetcher, Staged
 from tiercache.rows.store_kernels import COMPUTE
 from tiercache.rows.threads import nicer_thread, seconds_of_waiting, wait_for
@@ -38,13 +38,6 @@ if TYPE_CHECKING:
     from tiercache.rows.packing import DumpedRows, GroupDump, StagedLayout, Transfer
     from tiercache.rows.pinned import PinnedArena
     from tiercache.store import Segment, Store
-
-
-class PreparedPass(NamedTuple):
-    """A planned pass whose rows have slots."""
-
-    plan: PassPlan
-    assignments: list[SlotAssignment]
 
 
 class PassPlanner:
@@ -157,8 +150,7 @@ class PassSwitcher:
         self._pass_planner, self._to_prepare = PassPlanner(planner, self.device, self._uses_of), planner.next_pass
         self._prepare_next()
         self._stage_next()
-        self._cached_G = self._packer.lay_out_cached(None)
-        self._dumped_G = [[] for _ in self._cached_G]
+        self._cached_G, self._dumped_G = [[] for _ in self._positions.groups], [[] for _ in self._positions.groups]
         self._load(self._backend.streams.trained())
         self._stage_next()
         self._allocate_dump()
@@ -280,7 +272,7 @@ class PassSwitcher:
 
     def _allocate_dump(self) -> None:
         """Let the writer allocate the dump of the pass after the previous dump is durable."""
-        (plan, _), assignments, written, prepared = self._current(), self.assignments, self._writing, self._prepared
+        current, written, prepared = PreparedPass(self._current()[0], self.assignments), self._writing, self._prepared
         freed = self._freed
         assert freed is not None, "no pass was loaded"
 
@@ -288,8 +280,8 @@ class PassSwitcher:
             freed.result()
             if written is not None and written.exception() is not None:
                 return SwitchBuffers([], [])  # nothing more is dumped or loaded
-            upcoming = () if prepared is None or prepared.exception() is not None else prepared.result()
-            return self._packer.allocate(plan, assignments, *(upcoming or (None,)))
+            upcoming = None if prepared is None or prepared.exception() is not None else prepared.result()
+            return self._packer.allocate(current, upcoming)
 
         self._buffers = self._writer.submit(allocate)
 
