@@ -194,7 +194,7 @@ class DeviceTier:
             span = self._positions.span(plan.sub_dataset, g)
             prev_distance = uses.prev_distance[plan.sub_dataset][span]
             rows = span.stop - span.start
-            slots, order, dump_order = (self._backend.indices(rows) for _ in range(3))
+            slots, order, dump_order = (self._backend.scratch(4 * rows).view(np.int32) for _ in range(3))
             if plan.within:
                 order[:] = np.arange(rows, dtype=np.int32)
             else:

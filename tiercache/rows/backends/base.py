@@ -288,10 +288,7 @@ class Backend(Protocol):
         """Undo a ``pin``; the pages may be freed then. Any thread."""
 
     def scratch(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return host memory for pieces."""
-
-    def indices(self, count: int) -> NDArray[np.int32]:
-        """Return host memory for indices, from which `place` is fast. Any thread."""
+        """Return host memory for pieces, or for indices, from which `place` is fast. Any thread."""
 
     def place(self, indices: NDArray[np.int32], into: Array) -> Array:
         """Return indices on the device, in the first elements of ``into`` if the device has separate memory.

@@ -310,10 +310,6 @@ class CpuBackend:
         """Return fresh memory."""
         return np.empty(num_bytes, dtype=np.uint8)
 
-    def indices(self, count: int) -> NDArray[np.int32]:
-        """Return fresh memory."""
-        return np.empty(count, dtype=np.int32)
-
     def place(self, indices: NDArray[np.int32], into: Array) -> Array:
         """Return the indices as they are."""
         return indices

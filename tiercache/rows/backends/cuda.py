@@ -318,11 +318,6 @@ class CudaBackend:
         scratch: NDArray[np.uint8] = self._runtime.pinned((num_bytes,), torch.uint8).numpy()
         return scratch
 
-    def indices(self, count: int) -> NDArray[np.int32]:
-        """Return pinned memory."""
-        indices: NDArray[np.int32] = self._runtime.pinned((count,), torch.int32).numpy()
-        return indices
-
     def place(self, indices: NDArray[np.int32], into: Array) -> Array:
         """Copy them, without waiting if they are pinned."""
         return self._copy(indices, into, lasting=True)
