@@ -294,7 +294,7 @@ def phase() -> str:
         return PHASES[5] if "RankWriter._finish" in names else PHASES[4]
     if "copy_shard" in names:
         return PHASES[2] if "Store.publish" in names else PHASES[1]
-    if "ShardWriter._opening" in names:
+    if "ShardWriter.open" in names:
         return PHASES[0]
     return PHASES[3] if "reshard" in names and "Store.close" in names else PHASES[7]
 

@@ -146,7 +146,7 @@ def divide_anew(
     **options: object,
 ) -> None:
     """Divide a store by another sharding; the new ranks get the rows of the old ones."""
-    with ShardWriter.divide(path, TABLES, sharding, ranks, **options) as shards:  # type: ignore[arg-type]
+    with ShardWriter.open(path, TABLES, sharding, ranks, resharded=True, **options) as shards:  # type: ignore[arg-type]
         cursor = shards.before.cursor
         assert not cursor.sample
         world = world_of(sharding, ranks.rank)

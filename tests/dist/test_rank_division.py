@@ -69,7 +69,7 @@ def test_a_division_that_was_begun_changes_nothing(tmp_path: Path, until: str, e
 
     def body(ranks: Any) -> None:
         sharding = sharding_on(ranks.size, 1)
-        shards, world = ShardWriter.divide(path, TABLES, sharding, ranks), world_of(sharding, ranks.rank)
+        shards, world = ShardWriter.open(path, TABLES, sharding, ranks, resharded=True), world_of(sharding, ranks.rank)
         world.pass_index = 1
         world.train(part=1)
         if until != "opened":

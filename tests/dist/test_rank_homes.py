@@ -177,7 +177,7 @@ def test_folders_that_a_copy_noted_stay(tmp_path: Path) -> None:
     train_on(path, 2, 2)
 
     def body(ranks: Any) -> None:
-        with ShardWriter.divide(path, TABLES, sharding_on(3), ranks, shard_dirs=[path, disk, disk]):
+        with ShardWriter.open(path, TABLES, sharding_on(3), ranks, resharded=True, shard_dirs=[path, disk, disk]):
             ranks.all_gather_object(None)
             if ranks.rank == 0:
                 shutil.copytree(path, copy)

@@ -192,7 +192,7 @@ def test_folders_of_a_division_that_ended_early_go_with_the_next_opening(tmp_pat
     train_on(path, 2, 2)
 
     def body(ranks: Any) -> None:
-        with ShardWriter.divide(path, TABLES, sharding_on(3), ranks, shard_dirs=[path, disk, disk]):
+        with ShardWriter.open(path, TABLES, sharding_on(3), ranks, resharded=True, shard_dirs=[path, disk, disk]):
             raise OSError("the machine is gone")
 
     assert all(isinstance(error, OSError) for error in meet(3, body))

@@ -317,7 +317,7 @@ def test_what_was_never_committed_is_made_anew(tmp_path: Path, first: int, secon
     assert folders(path) == rank_folders(second) | {"rank-7", "rank-x"}
     assert (path / "rank-7" / "notes.txt").exists()
     rows = ShardingPlan(8, {table.name: TableSharding("row_wise") for table in TABLES})
-    errors = meet(8, lambda ranks: ShardWriter.divide(path, TABLES, rows, ranks).close())
+    errors = meet(8, lambda ranks: ShardWriter.open(path, TABLES, rows, ranks, resharded=True).close())
     assert "rank-7 exists and is not a rank of this store: pass unused folders as shard_dirs=" in sentences(errors)
     assert (path / "rank-7" / "notes.txt").exists()
     check_shards(path, Cursor(1))
@@ -348,7 +348,7 @@ def test_a_folder_by_another_name_is_the_same_folder(tmp_path: Path, inside: boo
     check_shards(path, Cursor(3, 5))
 
     def body(ranks: Any) -> None:
-        ShardWriter.divide(path, TABLES, sharding_on(2, 1), ranks, shard_dirs=[path, disk]).close()
+        ShardWriter.open(path, TABLES, sharding_on(2, 1), ranks, resharded=True, shard_dirs=[path, disk]).close()
 
     assert meet(2, body) == [None] * 2
     check_shards(path, Cursor(3, 5))

@@ -69,9 +69,9 @@ def reshard(
 
     Raises BudgetError; DatasetError for passes other than those trained, or for a position that split passes do not
     have; StateError for another number of ranks if the dense state is sharded; ValueError; and the errors of
-    ``ShardWriter.divide`` and ``Store.open``: on all ranks.
+    ``ShardWriter.open`` and ``Store.open``: on all ranks.
     """
-    opened = ShardWriter.divide(path, view.whole.tables, view.sharding, ranks, **options)
+    opened = ShardWriter.open(path, view.whole.tables, view.sharding, ranks, resharded=True, **options)
     try:
         with ExitStack() as stack:
             refused: list[Exception] = []

@@ -62,14 +62,14 @@ class _Found(NamedTuple):
 
 
 class ShardWriter:
-    """One rank's part of a store of several ranks. Created by ``open`` or ``divide``.
+    """One rank's part of a store of several ranks. Created by ``open``.
 
-    ``open``, ``divide``, ``publish`` and ``meet`` are collective; if one fails, all ranks raise. A commit of ``store``
-    only prepares it; prepare the next one after ``publish``. If ``publish`` fails, call it again or restart all ranks.
+    ``open``, ``publish`` and ``meet`` are collective; if one fails, all ranks raise. A commit of ``store`` only
+    prepares it; prepare the next one after ``publish``. If ``publish`` fails, call it again or restart all ranks.
     """
 
     def __init__(self, path: Path, ranks: AnyCommunicator) -> None:
-        """Only ``open`` and ``divide`` call this."""
+        """Only ``open`` calls this."""
         self.path, self._ranks = path, ranks
         self.before: CommitRecord | None = None
         """The newest commit when the store was opened."""
@@ -94,39 +94,20 @@ class ShardWriter:
         tables: Iterable[Table],
         sharding: ShardingPlan,
         ranks: AnyCommunicator,
+        *,
+        resharded: bool = False,
         **options: Unpack[ShardOptions],
     ) -> ShardWriter:
         """Open the store at ``path`` for writing, with all ranks at its newest commit, or create it.
 
         tables: whole ones. If nothing was ever committed, the ranks' folders are created again. Raises the errors of
-        ``Store.open``, StateError if the store has a different number of ranks or sharding (use ``divide`` for those),
-        and ValueError.
+        ``Store.open``, StateError if the store has a different number of ranks or sharding, and ValueError.
+
+        ``resharded``: start resharding a store that has commits, for these ranks and this sharding. ``store`` has no
+        commit then: fill it from the old store, which stays readable, and make its first commit. The first ``publish``
+        drops all older commits and old rows, and deletes the folders of removed ranks; without it nothing has changed.
+        Close readers of the old rows first. Raises StateError for a store without a commit or with a pinned one.
         """
-        return cls._opening(path, tables, sharding, ranks, options, resharded=False)
-
-    @classmethod
-    def divide(
-        cls,
-        path: str | os.PathLike[str],
-        tables: Iterable[Table],
-        sharding: ShardingPlan,
-        ranks: AnyCommunicator,
-        **options: Unpack[ShardOptions],
-    ) -> ShardWriter:
-        """Start resharding a store that has commits, for these ranks and this sharding.
-
-        ``store`` has no commit: fill it from the old store, which stays readable, and make its first commit. The first
-        ``publish`` drops all older commits and old rows, and deletes the folders of removed ranks; without it nothing
-        has changed. Close readers of the old rows first. Raises the errors of ``open``, and StateError for a store
-        without a commit or with a pinned one.
-        """
-        return cls._opening(path, tables, sharding, ranks, options, resharded=True)
-
-    @classmethod
-    def _opening(
-        cls, path: str | os.PathLike[str], tables: Iterable[Table], sharding: ShardingPlan, ranks: AnyCommunicator,
-        options: ShardOptions, *, resharded: bool,
-    ) -> ShardWriter:  # fmt: skip
         self = cls(store_path(path), ranks)
         try:
             with ranks.raise_on_all(f"opening {self.label}"):
