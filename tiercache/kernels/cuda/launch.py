@@ -228,17 +228,32 @@ def table_of(dtype: "np.dtype[Any]", rows: Sequence[Part]) -> NDArray[np.uint8]:
     return np.frombuffer(bytearray().join([pack(*row) for row in rows]), np.uint8)
 
 
-def launch_parts(
-    device: Device, kernel: str, dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int], *more: Argument
-) -> None:
-    """Launch a kernel over the tasks of a few parts, which are an argument of the launch: nothing is copied.
+Launches = list[tuple[int, Any]]
+"""The tasks and the argument of each launch."""
 
-    dtype: of a part's struct, which begins with its first task; parts are passed without it, it is filled in here. If
-    not all parts fit, there are several launches.
+
+def pack_parts(dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int]) -> Launches:
+    """Return the launches that take some parts: one if all fit in an argument.
+
+    dtype: of a part's struct, which begins with its first task; parts are passed without it, it is filled in here.
     """
-    most = most_parts(dtype)
+    launches, most = Launches(), most_parts(dtype)
     for begin in range(0, len(parts), most):
         *firsts, num_tasks = accumulate(tasks[begin : begin + most], initial=0)
         if num_tasks:
             some = [(first, *part) for first, part in zip(firsts, parts[begin : begin + most], strict=True)]
-            device.launch(kernel, blocks_for(device, num_tasks), (argument_of(dtype, some, num_tasks), *more))
+            launches.append((num_tasks, argument_of(dtype, some, num_tasks)))
+    return launches
+
+
+def launch_packed(device: Device, kernel: str, launches: Launches, *more: Argument) -> None:
+    """Launch a kernel over the tasks of packed parts."""
+    for num_tasks, argument in launches:
+        device.launch(kernel, blocks_for(device, num_tasks), (argument, *more))
+
+
+def launch_parts(
+    device: Device, kernel: str, dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int], *more: Argument
+) -> None:
+    """Launch a kernel over the tasks of a few parts, as of `pack_parts`: nothing is copied to the device first."""
+    launch_packed(device, kernel, pack_parts(dtype, parts, tasks), *more)

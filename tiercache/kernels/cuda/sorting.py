@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tiercache.kernels.arrays import I8
-from tiercache.kernels.cuda.launch import Device, Part, argument_of, blocks_for, most_parts, struct, view
+from tiercache.kernels.cuda.launch import Device, Launches, Part, launch_packed, pack_parts, struct, view
 
 STRETCH = 64
 """Length of a stretch of places: a row's gradients are summed by stretches, so its bits depend on it."""
@@ -136,40 +136,27 @@ class _Sort:
         numbers = [-(-size // tile) for size, tile in zip(sizes, tiles, strict=True)]
         counts = [room + 4 * before for before in accumulate(numbers, initial=0)]
         self.end = -(-counts[-1] // 8) * 8
-        self._keys = _packed(_KEYS, parts, tasks)
+        self._keys = pack_parts(_KEYS, parts, tasks)
         each = zip(self._made, counts, firsts, groups, tiles, numbers, strict=False)
         parts = [
             (one.entries, one.address, count, one.run_at, one.size, first, base, tile, number)
             for one, count, first, (_, base), tile, number in each
         ]
-        self._runs = _packed(_RUNS, parts, numbers)
+        self._runs = pack_parts(_RUNS, parts, numbers)
 
     def launch(self, device: Device, ids: int, memory: Any, runs: int) -> list[Runs]:
         if self._total:
             keys = device.empty(self._total, np.int32)
-            _launch(device, "sorting.make_keys", _moved(self._keys, ids), view(device, "keys", keys, np.int32).address)
+            at = view(device, "keys", keys, np.int32).address
+            launch_packed(device, "sorting.make_keys", _moved(self._keys, ids), at)
             ordered, order = device.sort(keys)
-            moved, sorted_at = _moved(self._runs, runs), view(device, "keys", ordered, np.int32).address
-            _launch(device, "sorting.count_runs", moved, sorted_at)
-            _launch(device, "sorting.write_runs", moved, sorted_at, view(device, "order", order, np.int64).address)
+            moved, at = _moved(self._runs, runs), view(device, "keys", ordered, np.int32).address
+            launch_packed(device, "sorting.count_runs", moved, at)
+            launch_packed(device, "sorting.write_runs", moved, at, view(device, "order", order, np.int64).address)
         return [Runs(memory, runs + one.address, one.size) for one in self._made]
 
 
-_Launches = list[tuple[int, Any]]
-"""Tasks and argument of each."""
-
-
-def _packed(dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int]) -> _Launches:
-    """Return the launches that take some parts."""
-    launches, most = _Launches(), most_parts(dtype)
-    for begin in range(0, len(parts), most):
-        *firsts, num_tasks = accumulate(tasks[begin : begin + most], initial=0)
-        some = [(first, *part) for first, part in zip(firsts, parts[begin : begin + most], strict=True)]
-        launches.append((num_tasks, argument_of(dtype, some, num_tasks)))
-    return launches
-
-
-def _moved(launches: _Launches, shift: int) -> _Launches:
+def _moved(launches: Launches, shift: int) -> Launches:
     """Return the launches with all addresses of their parts moved."""
     moved = [(num_tasks, argument.copy()) for num_tasks, argument in launches]
     for _, argument in moved:
@@ -177,12 +164,6 @@ def _moved(launches: _Launches, shift: int) -> _Launches:
         for field in _ADDRESSES.intersection(parts.dtype.names):
             parts[field] += np.uint64(shift)
     return moved
-
-
-def _launch(device: Device, kernel: str, launches: _Launches, *addresses: int) -> None:
-    for num_tasks, argument in launches:
-        if num_tasks:
-            device.launch(kernel, blocks_for(device, num_tasks), (argument, *addresses))
 
 
 def sort_groups(device: Device, groups: Sequence[tuple[Sequence[Any], int]]) -> list[Runs]:
