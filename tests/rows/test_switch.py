@@ -32,7 +32,7 @@ from tiercache.rows import switch, threads
 from tiercache.rows.backends.base import Streams
 from tiercache.rows.backends.cpu import CpuBackend
 from tiercache.rows.host import HostTier
-from tiercache.rows.packing import Packer
+from tiercache.rows.packing import Packer, PreparedPass
 from tiercache.rows.pinned import PinnedArena
 from tiercache.rows.prefetch import RowPrefetcher
 from tiercache.rows.switch import PassSwitcher
@@ -94,8 +94,8 @@ def test_a_pass_that_cannot_be_planned_does_not_end_those_before_it(tmp_path: Pa
 
 
 def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(tmp_path: Path) -> None:
-    def refuse(_packer: Any, plan: PassPlan, *_: Any) -> None:
-        if plan.pass_index == 2:
+    def refuse(_packer: Any, current: PreparedPass, *_: Any) -> None:
+        if current.plan.pass_index == 2:
             raise MemoryError("no room for pass 2")
 
     with goes_on(tmp_path, stands=2) as (cache, patch):
@@ -111,10 +111,11 @@ def test_room_that_comes_late_changes_no_bit(tmp_path: Path, monkeypatch: pytest
     wanted = [threading.Event() for _ in range(CASE.epochs * len(passes.passes))]
     made, keys = list[int](), passes.passes[0].keys("a")
 
-    def make(packer: Packer, plan: PassPlan, *others: Any) -> Any:
-        assert wanted[plan.pass_index].wait(timeout=60), f"no batch was trained of pass {plan.pass_index}"
-        room = allocate(packer, plan, *others)
-        made.append(plan.pass_index)
+    def make(packer: Packer, current: PreparedPass, *others: Any) -> Any:
+        pass_index = current.plan.pass_index
+        assert wanted[pass_index].wait(timeout=60), f"no batch was trained of pass {pass_index}"
+        room = allocate(packer, current, *others)
+        made.append(pass_index)
         return room
 
     def look(pass_index: int, batch: int) -> None:
