@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def imports_of(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
                 yield full if full in modules else str(node.module)
 
 
+@cache
 def graph_of(folder: Path) -> dict[str, set[str]]:
     """Return each module's imports from its package."""
     modules = {name_of(path, folder): path for path in sorted(folder.rglob("*.py"))}
@@ -58,21 +60,18 @@ def between_packages(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
     return found
 
 
-GRAPH = graph_of(FOLDER)
-
-
 def test_packages_import_each_other_one_way() -> None:
     """Imports for types and inside functions count. Nothing imports the front door."""
-    assert not circle_of(between_packages(GRAPH))
-    assert not [name for name, targets in GRAPH.items() if "tiercache" in targets]
+    assert not circle_of(between_packages(graph_of(FOLDER)))
+    assert not [name for name, targets in graph_of(FOLDER).items() if "tiercache" in targets]
 
 
 @pytest.mark.parametrize("package", ["store", "rows"])
 def test_modules_of_a_package_import_each_other_one_way(package: str) -> None:
     """Imports for types and inside functions count; a package's own front door is left out."""
-    inside = {name for name in GRAPH if name.startswith(f"tiercache.{package}.")}
+    inside = {name for name in graph_of(FOLDER) if name.startswith(f"tiercache.{package}.")}
     assert inside
-    assert not circle_of({name: GRAPH[name] & inside for name in inside})
+    assert not circle_of({name: graph_of(FOLDER)[name] & inside for name in inside})
 
 
 def test_a_circle_is_found(tmp_path: Path) -> None:
@@ -91,11 +90,13 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
 def test_two_modules_never_share_a_name() -> None:
     """Except kernels of the CPU and of a GPU, which are twins; packages are named by their folders."""
     last = Counter(path.stem for path in FOLDER.rglob("*.py") if not path.stem.startswith("__"))
-    twins = {name.rsplit(".", 1)[1] for name in GRAPH if name.rsplit(".", 1)[0] in TWINS}
+    twins = {name.rsplit(".", 1)[1] for name in graph_of(FOLDER) if name.rsplit(".", 1)[0] in TWINS}
     shared = {stem for stem, count in last.items() if count > 1}
     assert shared <= twins
     for stem in shared:
-        found = {name.rsplit(".", 1)[0] for name in GRAPH if name.endswith(f".{stem}") and name.count(".") > 1}
+        found = {
+            name.rsplit(".", 1)[0] for name in graph_of(FOLDER) if name.endswith(f".{stem}") and name.count(".") > 1
+        }
         assert found == TWINS, stem
 
 
@@ -105,7 +106,7 @@ VALUES = sorted(path for path in (FOLDER / "values").glob("*.py") if path.stem !
 @pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
 def test_values_import_nothing_else_of_ours_and_are_frozen(path: Path) -> None:
     name = name_of(path, FOLDER)
-    assert all(target.startswith("tiercache.values.") for target in GRAPH[name])
+    assert all(target.startswith("tiercache.values.") for target in graph_of(FOLDER)[name])
     module = importlib.import_module(name)
     for _, kind in inspect.getmembers(module, inspect.isclass):
         if kind.__module__ == module.__name__ and dataclasses.is_dataclass(kind):
