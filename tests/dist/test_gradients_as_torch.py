@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
-from tests.dist.trainings import OPTIONS, step_by, stored
+from tests.dist.trainings import OPTIONS, assert_same_rows, step_by, stored
 from tests.train.cases import SPECS, Case, table
 from tests.train.test_plain_keys import MODELS, PASSES, STEPS, World
 from tiercache.errors import StateError
@@ -385,6 +385,43 @@ def test_a_converted_model_trains_on_two_ranks_to_the_losses_of_torch(
     ours = np.mean([one["losses"] for one in found], axis=0)
     assert ours.shape == (PASSES * STEPS,)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def train_by_outputs(ranks: AnyCommunicator, folder: str, *, gives: str) -> str:
+    """Pass gradients of outputs to backward, twice for each step; return the error of the first step."""
+    data = tc.PassDataset.open(Path(folder) / "passes")
+    sharding = {"a": "table_wise", "b": "column_wise"}
+    with tc.TierCache(Path(folder) / f"{gives}.tc", data, sharding=sharding, **OPTIONS) as cache:
+        bag = tc.EmbeddingBagCollection(cache.schema, ["g", "h"])
+        cache.register(bag=bag)
+        for p in cache.passes(epochs=1):
+            for batch in p.batches(32, read_by="owner"):
+                held = torch.ones(len(batch), 2 * bag.out_features)
+                for factor in (1.0, 2.0):
+                    gradient = held.fill_(factor) if gives == "one buffer" else torch.full_like(held, factor)
+                    bag(batch).backward(gradient[:, : bag.out_features])
+                if gives == "a view that changes":
+                    torch.cat([bag(batch), bag(batch)], dim=1).backward(held)
+                    held.zero_()
+                else:
+                    cache.clip_grad_norm_(0.5)
+                try:
+                    cache.optimizer.step()
+                except StateError as error:
+                    cache._close(failed=True)
+                    return str(error)
+                cache.optimizer.zero_grad()
+    return ""
+
+
+def test_gradients_that_backward_is_given_are_those_of_then(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Also of features that their owners pool."""
+    CASE.cut(tmp_path / "passes")
+    for gives in ("fresh ones", "one buffer"):
+        assert ranks_pool.run(2, train_by_outputs, folder=str(tmp_path), gives=gives) == ["", ""]
+    assert_same_rows(stored(tmp_path, "fresh ones.tc"), stored(tmp_path, "one buffer.tc"))
+    for error in ranks_pool.run(2, train_by_outputs, folder=str(tmp_path), gives="a view that changes"):
+        assert "was changed in place after backward()" in error
 
 
 def validate_alone(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class Arrival:
         """Copy gradients whose memory something else uses too, before they are written; not during their backward."""
         if self._is_private:
             return
-        self._check_unchanged()
+        self.check_unchanged()
         self._is_private = True
         self._gradients = [None if one is None else one.detach() for one in self._gradients]  # releases the originals
         uses = [0 if one is None else storage_uses(one) for one in self._gradients]
@@ -122,10 +122,10 @@ class Arrival:
                 self._gradients[i] = one.clone()
         self._versions = [-1 if one is None else one._version for one in self._gradients]
 
-    def _check_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise StateError if others have written the gradients since the backward, in a way that torch counts."""
         for one, version in zip(self._gradients, self._versions, strict=True):
-            if one is not None and one._version != version:
+            if one is not None and one._version != version and not self._is_private:
                 raise StateError(
                     f"a gradient of the rows of {self.anchor.tables} was changed in place after backward() and before "
                     "the step, which applies it: pass backward() a copy, as in out.backward(gradient.clone())"
@@ -138,8 +138,7 @@ class Arrival:
 
     def flats(self, array_of: Callable[[torch.Tensor], Any]) -> list[Any]:
         """Return the current gradients as float32 arrays, as ``array_of`` makes them."""
-        if not self._is_private:
-            self._check_unchanged()
+        self.check_unchanged()
         return [
             None if one is None else array_of(one if one.dtype == torch.float32 else one.float())
             for one in self.gradients

@@ -176,6 +176,8 @@ class Pooled:
 
     def take(self, arrivals: Collection[Arrival]) -> None:
         """Copy the gradients of ``arrivals`` to ``gradients``; they stay pending."""
+        for arrival in arrivals:
+            arrival.check_unchanged()
         found = [(one.gradients[0], columns) for one, columns in self.pending if one in arrivals]
         self.gradients[:] = [gradient[:, columns] for gradient, columns in found if gradient is not None]
 
