@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 import tiercache as tc
-from benchmarks.drawn_passes import permuted_power_law, write_drawn
+from benchmarks.drawn_passes import draw_ids, schema_of, write_drawn
 from benchmarks.machine import middle
-from tests.datasets import raw_batch
-from tiercache.data.raw_batch import RawBatch
 from tiercache.values.batch import Batch
 
 TABLE = "items"
@@ -81,30 +79,12 @@ GPU = Size(name="gpu", passes=10, samples=2 * 65_536, vocabulary=40_000_000, bat
 GPU_DRY = Size(name="dry", passes=6, samples=48, vocabulary=3000, batch=24, dim=8, epoch_seconds=120)
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """Passes of a size, each drawn independently."""
-
-    size: Size
-    optimizer: str
-
-    def schema(self) -> tc.Schema:
-        """Return the schema: all features share one table."""
-        begin = tc.init.Uniform(low=-0.05, high=0.05)
-        table = tc.Table(name=TABLE, dim=self.size.dim, optimizer=RULES[self.optimizer], initializer=begin)
-        features = tuple(tc.Feature(name=f"feature{f}", table=TABLE) for f in range(self.size.features))
-        return tc.Schema(label="label", dense=(), features=features, tables=(table,))
-
-    def draw(self, index: int) -> RawBatch:
-        rng, schema, samples = np.random.default_rng((5, index)), self.schema(), self.size.samples
-        keys = {f.name: permuted_power_law(rng, self.size.vocabulary, samples) for f in schema.features}
-        return raw_batch(schema, keys, label=rng.integers(0, 2, samples).astype(np.float32))
-
-
 def dataset(folder: Path, size: Size, optimizer: str) -> tc.PassDataset:
-    """Open the dataset of a size in ``folder``, or write it."""
+    """Open the dataset of a size in ``folder``, or write it: all features share one table."""
     facts = (size.name, optimizer, size.passes, size.samples, size.vocabulary, size.features, size.dim)
-    return write_drawn(folder / "-".join(map(str, ("passes", *facts))), Drawn(size, optimizer))
+    schema = schema_of({TABLE: size.dim}, RULES[optimizer], {f"feature{f}": TABLE for f in range(size.features)})
+    draw = partial(draw_ids, schema, size.vocabulary, size.samples)
+    return write_drawn(folder / "-".join(map(str, ("passes", *facts))), schema, size.passes, draw)
 
 
 def dense_part(inputs: int, width: int) -> nn.Sequential:

@@ -1,18 +1,14 @@
-"""Datasets of random data, written sub-dataset by sub-dataset by several processes if there are cores, and their
-ids.
-"""
+"""Datasets of random ids, drawn sub-dataset by sub-dataset by several processes if there are cores."""
 
 from __future__ import annotations
 
 import math
 import multiprocessing
 import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,50 +24,15 @@ ALPHA = 1.05
 _BYTES_OF_PROCESS = 6 << 30  # host memory that a process may need
 
 
-class Drawn(Protocol):
-    """Data that can be drawn pass by pass; it is sent to the processes."""
-
-    @property
-    def size(self) -> Any:
-        """Return the size, at least the `passes` of an epoch."""
-
-    def schema(self) -> tc.Schema:
-        """Return its schema."""
-
-    def draw(self, index: int) -> RawBatch:
-        """Return the samples of a pass; every call returns the same."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DrawnTables:
-    """Passes over tables that have one feature each, with one id per sample."""
-
-    dims: tuple[int, ...]
-    optimizer: Optimizer
-    rows: int
-    """Rows of each table."""
-    samples: int
-    """Samples of a pass."""
-    passes: int
-
-    @property
-    def size(self) -> Any:
-        """This object, which has the number of passes."""
-        return self
-
-    def schema(self) -> tc.Schema:
-        begin = tc.init.Uniform(low=-0.1, high=0.1)
-        tables = tuple(
-            tc.Table(name=f"t{i}", dim=dim, optimizer=self.optimizer, initializer=begin)
-            for i, dim in enumerate(self.dims)
-        )
-        features = tuple(tc.Feature(name=f"f{i}", table=f"t{i}") for i in range(len(self.dims)))
-        return tc.Schema(label="label", dense=(), features=features, tables=tables)
-
-    def draw(self, index: int) -> RawBatch:
-        rng = np.random.default_rng(index)
-        keys = {f"f{i}": permuted_power_law(rng, self.rows, self.samples) for i in range(len(self.dims))}
-        return raw_batch(self.schema(), keys, label=rng.integers(0, 2, self.samples).astype(np.float32))
+def schema_of(dims: Mapping[str, int], optimizer: Optimizer, features: Mapping[str, str] | None = None) -> tc.Schema:
+    """Return a schema of tables with these dims, and of features by table; by default one for each table."""
+    begin = tc.init.Uniform(low=-0.05, high=0.05)
+    tables = (tc.Table(name=name, dim=dim, optimizer=optimizer, initializer=begin) for name, dim in dims.items())
+    names = {name: name for name in dims} if features is None else features
+    return tc.Schema(
+        label="label", dense=(), tables=tuple(tables),
+        features=tuple(tc.Feature(name=name, table=table) for name, table in names.items()),
+    )  # fmt: skip
 
 
 def permuted_power_law(rng: np.random.Generator, rows: int, count: int) -> NDArray[np.int64]:
@@ -90,27 +51,29 @@ def permuted_power_law(rng: np.random.Generator, rows: int, count: int) -> NDArr
     return ranks
 
 
-def write_drawn(folder: Path, data: Drawn) -> tc.PassDataset:
-    """Open the dataset in ``folder``, or write it."""
+def draw_ids(schema: tc.Schema, rows: int, samples: int, index: int) -> RawBatch:
+    """Draw the samples of a pass: for each feature one id below ``rows``."""
+    rng = np.random.default_rng((5, index))
+    keys = {feature.name: permuted_power_law(rng, rows, samples) for feature in schema.features}
+    return raw_batch(schema, keys, label=rng.integers(0, 2, samples))
+
+
+def write_drawn(folder: Path, schema: tc.Schema, passes: int, draw: Callable[[int], RawBatch]) -> tc.PassDataset:
+    """Open the dataset in ``folder``, or write it. draw: returns the samples of a pass, and is sent to processes."""
     if not folder.exists():
         unfinished = folder.with_suffix(".part")
         unfinished.mkdir(parents=True, exist_ok=True)
-        records = _records(unfinished, data)
-        Manifest(schema=data.schema(), passes=tuple(records), options={}, inputs=()).write(unfinished)
+        write = partial(_write, unfinished, schema, draw)
+        workers = min(passes, (os.cpu_count() or 1) // 2, int(virtual_memory().available // _BYTES_OF_PROCESS))
+        if workers < 2:
+            records = list(map(write, range(passes)))
+        else:
+            with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+                records = list(pool.map(write, range(passes)))
+        Manifest(schema=schema, passes=tuple(records), options={}, inputs=()).write(unfinished)
         unfinished.rename(folder)
     return tc.PassDataset.open(folder)
 
 
-def _records(folder: Path, data: Drawn) -> list[SubDatasetRecord]:
-    memory = virtual_memory().available // _BYTES_OF_PROCESS
-    workers = min(data.size.passes, (os.cpu_count() or 1) // 2, int(memory))
-    write = partial(_write, folder)
-    if workers < 2:
-        return [write(data, index) for index in range(data.size.passes)]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        return list(pool.map(write, repeat(data), range(data.size.passes)))
-
-
-def _write(folder: Path, data: Drawn, index: int) -> SubDatasetRecord:
-    return write_sub_dataset(folder, index, data.schema(), data.draw(index))
+def _write(folder: Path, schema: tc.Schema, draw: Callable[[int], RawBatch], index: int) -> SubDatasetRecord:
+    return write_sub_dataset(folder, index, schema, draw(index))

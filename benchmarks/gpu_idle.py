@@ -34,7 +34,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiercache as tc
-from benchmarks.drawn_passes import DrawnTables, write_drawn
+from benchmarks.drawn_passes import draw_ids, schema_of, write_drawn
 from benchmarks.gpu_step import EmbeddingStep
 from benchmarks.idle_gpu import idle_backend
 from benchmarks.machine import Goal, benchmark, say
@@ -68,9 +68,9 @@ def _passes_of(case: str, folder: Path) -> tc.PassDataset:
         return synthetic_dataset(folder, Data("tiny", size))
     dims = {"adagrad": (64,) * 8, "groups": (8, 16, 32, 64, 128) * 5}.get(case, (128,) * 10)
     rule = tc.optim.Adam if len(dims) == 10 else tc.optim.Adagrad
-    samples = BATCH * BATCHES
-    data = DrawnTables(dims=dims, optimizer=rule(learning_rate=0.01), rows=_ROWS, samples=samples, passes=PASSES)
-    return write_drawn(folder / f"passes-{'x'.join(map(str, dims))}", data)
+    schema = schema_of({f"t{i}": dim for i, dim in enumerate(dims)}, rule(learning_rate=0.01))
+    draw = partial(draw_ids, schema, _ROWS, BATCH * BATCHES)
+    return write_drawn(folder / f"passes-{'x'.join(map(str, dims))}", schema, PASSES, draw)
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]

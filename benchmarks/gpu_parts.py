@@ -27,7 +27,7 @@ import tiercache as tc
 from benchmarks import disk_case
 from benchmarks import synthetic_case as synthetic
 from benchmarks.device import TrainingDevice
-from benchmarks.drawn_passes import DrawnTables, write_drawn
+from benchmarks.drawn_passes import draw_ids, schema_of, write_drawn
 from benchmarks.gpu_step import EmbeddingStep, Keep
 from benchmarks.machine import environment
 from benchmarks.window import Budgets, MemoryRun, TieredRun, Window, figures_of, open_store, rows_held
@@ -199,9 +199,9 @@ def stream(device: TrainingDevice, keep: Keep) -> None:
     for optimizer in ("adam", "sgd"):
         rows, batches, batch = (2_684_354, 10, 104_857) if device.is_gpu else (900, 2, 32)
         rule = {"sgd": tc.optim.SGD, "adam": tc.optim.Adam}[optimizer](learning_rate=0.1)
-        data = DrawnTables(dims=(128,) * 10, optimizer=rule, rows=rows, samples=batches * batch, passes=5)
+        schema = schema_of({f"t{i}": 128 for i in range(10)}, rule)
         with tempfile.TemporaryDirectory() as folder:
-            passes = write_drawn(Path(folder) / "d", data)
+            passes = write_drawn(Path(folder) / "d", schema, 5, partial(draw_ids, schema, rows, batches * batch))
             budgets = Budgets.in_host(passes)
             row_bytes = 4 * 128 * (3 if optimizer == "adam" else 1)
             keep({f"{optimizer}_device_share": budgets.device / (10 * rows * row_bytes)})

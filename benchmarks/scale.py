@@ -39,13 +39,14 @@ import time
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import tiercache as tc
-from benchmarks.drawn_passes import permuted_power_law, write_drawn
+from benchmarks.drawn_passes import permuted_power_law, schema_of, write_drawn
 from benchmarks.machine import Goal, benchmark, files_below, of_process, say
 from benchmarks.scale_worker import TURN
 from benchmarks.window import device_need
@@ -55,7 +56,7 @@ from tiercache.data.raw_batch import RawBatch
 from tiercache.planning.plan_file import TrainingPlan
 from tiercache.store.segment import Segment
 
-TABLE = "items"
+TABLE, DIM = "items", 128
 WATCHED = ("RssAnon", "RssShmem", "RssFile", "VmData")
 WATCH_SECONDS = 0.02
 
@@ -71,7 +72,6 @@ class Size:
     """Limit of the training process; None: its memory without rows plus a tenth of the rows."""
     memory_passes: int
     """Passes of the model that fits in memory."""
-    dim: int = 128
     batch: int = 4096
     width: int = 64
     """Width of the dense part."""
@@ -87,30 +87,23 @@ QUICK = Size(passes=40, samples=2000, limit_bytes=None, memory_passes=4, batch=5
 TINY = replace(QUICK, passes=12, samples=500, batch=250)
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """Passes that visit all rows of a table once, and draw the same number again by a power law."""
+SCHEMA = schema_of({TABLE: DIM}, tc.optim.Adagrad(learning_rate=0.05), {"walked": TABLE, "drawn": TABLE})
 
-    size: Size
 
-    def schema(self) -> tc.Schema:
-        """Return the schema: two features share one table."""
-        table = tc.Table(
-            name=TABLE, dim=self.size.dim, optimizer=tc.optim.Adagrad(learning_rate=0.05),
-            initializer=tc.init.Uniform(low=-0.05, high=0.05),
-        )  # fmt: skip
-        features = tuple(tc.Feature(name=name, table=TABLE) for name in ("walked", "drawn"))
-        return tc.Schema(label="label", dense=(), features=features, tables=(table,))
+def walk(rows: int, samples: int, index: int) -> RawBatch:
+    """Draw a pass. All passes visit all rows once by one feature, and draw as many by a power law for the other."""
+    rng = np.random.default_rng((7, index))
+    factor = int(0.382 * rows)
+    while math.gcd(factor, rows) > 1:
+        factor += 1
+    walked = (np.arange(index * samples, (index + 1) * samples, dtype=np.int64) * factor) % rows
+    keys = {"walked": walked, "drawn": permuted_power_law(rng, rows, samples)}
+    return raw_batch(SCHEMA, keys, label=rng.integers(0, 2, samples))
 
-    def draw(self, index: int) -> RawBatch:
-        rows, samples = self.size.rows, self.size.samples
-        rng = np.random.default_rng((7, index))
-        factor = int(0.382 * rows)
-        while math.gcd(factor, rows) > 1:
-            factor += 1
-        walked = (np.arange(index * samples, (index + 1) * samples, dtype=np.int64) * factor) % rows
-        keys = {"walked": walked, "drawn": permuted_power_law(rng, rows, samples)}
-        return raw_batch(self.schema(), keys, label=rng.integers(0, 2, samples).astype(np.float32))
+
+def write_walk(folder: Path, size: Size) -> PassDataset:
+    """Write the dataset of a size."""
+    return write_drawn(folder, SCHEMA, size.passes, partial(walk, size.rows, size.samples))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +197,8 @@ class Benchmark:
         constant = self.constant()
         in_memory = [self.in_memory()]
         say(f"dataset of {self.size.rows:,} rows")
-        dataset = write_drawn(self.folder / "dataset", Walk(self.size))
-        row_bytes = 8 * self.size.dim
+        dataset = write_walk(self.folder / "dataset", self.size)
+        row_bytes = 8 * DIM
         self.limit = self.limit or constant + max(self.size.rows * row_bytes // 10, LEAST)
         device, host = self.make_plan(constant, in_memory[0])
         whole = self.train("whole.tc")
@@ -243,7 +236,7 @@ class Benchmark:
         """Train a few rows and return the private memory of the child, minus its budgets."""
         say("what a process takes without rows")
         few = Benchmark(replace(self.size, passes=4, samples=self.size.batch), self.folder / "few")
-        write_drawn(few.folder / "dataset", Walk(few.size))
+        write_walk(few.folder / "dataset", few.size)
         _command("plan", few.folder / "dataset", "-o", few.plan, "--optimize", "memory", "--quiet")
         child = few.child(few.work("few.tc"))
         shutil.rmtree(few.folder)
@@ -253,7 +246,7 @@ class Benchmark:
         """Train a few passes in memory and return samples per second of the second epoch."""
         say("a smaller model in memory")
         folder, size = self.folder / "small", replace(self.size, passes=self.size.memory_passes)
-        write_drawn(folder, Walk(size))
+        write_walk(folder, size)
         child = self.child({"dataset": str(folder), "batch": size.batch, "width": size.width, "epochs": size.epochs})
         shutil.rmtree(folder)
         return float(child.found["samples_per_second"])

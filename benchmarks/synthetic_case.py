@@ -159,7 +159,7 @@ def _offsets(count: int, length: int) -> NDArray[np.int64] | None:
 def dataset(folder: Path, data: Data) -> tc.PassDataset:
     """Open the dataset of a model in ``folder``, or write it."""
     numbers = "-".join(str(value) for value in asdict(data.size).values())
-    return write_drawn(folder / f"passes-{data.model}-{numbers}", data)
+    return write_drawn(folder / f"passes-{data.model}-{numbers}", data.schema(), data.size.passes, data.draw)
 
 
 class Net(nn.Module):
