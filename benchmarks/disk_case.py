@@ -14,6 +14,7 @@ from torch import nn
 import tiercache as tc
 from benchmarks.drawn_passes import draw_ids, schema_of, write_drawn
 from benchmarks.machine import middle
+from benchmarks.training import Trainer, mlp
 from tiercache.values.batch import Batch
 
 TABLE = "items"
@@ -87,21 +88,14 @@ def dataset(folder: Path, size: Size, optimizer: str) -> tc.PassDataset:
     return write_drawn(folder / "-".join(map(str, ("passes", *facts))), schema, size.passes, draw)
 
 
-def dense_part(inputs: int, width: int) -> nn.Sequential:
-    """Return two hidden layers of ``width``."""
-    return nn.Sequential(
-        nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1), nn.Flatten(0)
-    )
-
-
 class Net(nn.Module):
-    """Pooled embeddings, followed by the dense part if ``width`` is not 0 and ``light`` is not set."""
+    """Pooled embeddings, followed by two hidden layers of ``width`` if it is not 0 and ``light`` is not set."""
 
     def __init__(self, schema: tc.Schema, width: int, *, light: bool) -> None:
         super().__init__()
         self.bag, self.light = tc.EmbeddingBagCollection(schema), light
         self.bias = nn.Parameter(torch.zeros(1))
-        self.dense = dense_part(self.bag.out_features, width) if width else None
+        self.dense = mlp(self.bag.out_features, width, width) if width else None
 
     def forward(self, batch: Batch) -> torch.Tensor:
         out: torch.Tensor = self.bag(batch)
@@ -111,51 +105,31 @@ class Net(nn.Module):
         return logits + self.bias
 
 
-class Step:
-    """A step of the model; without its dense part if ``light`` is set."""
-
-    def __init__(self, cache: Any, width: int, *, light: bool, track: bool = False) -> None:
-        torch.manual_seed(1)
-        self._cache, self._track = cache, track
-        self.net, self._loss_of = Net(cache.schema, width, light=light).to(cache.device), nn.BCEWithLogitsLoss()
-        self._optimizer = torch.optim.SGD(self.net.parameters(), lr=DENSE_RATE)
-        # Dense weights are not tracked, because their width differs between runs over one store.
-        cache.register(**({"model": self.net, "optimizer": self._optimizer} if track else {"model": self.net.bag}))
-
-    def __call__(self, batch: Batch) -> None:
-        self._loss_of(self.net(batch), batch.label).backward()
-        if not self._track:
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-        self._cache.optimizer.step()
-        self._cache.optimizer.zero_grad()
+def trainer_of(cache: Any, width: int, *, light: bool = False) -> Trainer:
+    """Return a step of the model; without its dense part as long as ``light`` is set."""
+    torch.manual_seed(1)
+    return Trainer(cache, Net(cache.schema, width, light=light), partial(torch.optim.SGD, lr=DENSE_RATE))
 
 
-class DenseTimer:
-    """Finds the width of the dense part that takes a given time."""
+def dense_seconds(size: Size, width: int) -> float:
+    """Return the seconds per sample in the dense part: forward, backward and step."""
+    inputs = torch.rand(size.batch, size.features * size.dim, requires_grad=True)
+    part, loss_of, labels = mlp(inputs.shape[1], width, width), nn.BCEWithLogitsLoss(), torch.zeros(size.batch)
+    optimizer = torch.optim.SGD(part.parameters(), lr=DENSE_RATE)
+    taken: list[float] = []
+    until = time.perf_counter() + 0.12
+    while len(taken) < 4 or time.perf_counter() < until:
+        begun = time.perf_counter()
+        loss_of(part(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        taken.append(time.perf_counter() - begun)
+    return middle(taken[1:]) / size.batch
 
-    def __init__(self, size: Size) -> None:
-        self._batch, self._inputs = size.batch, size.features * size.dim
 
-    def seconds(self, width: int) -> float:
-        """Return the seconds per sample in the dense part: forward, backward and step."""
-        part, loss_of = dense_part(self._inputs, width), nn.BCEWithLogitsLoss()
-        optimizer = torch.optim.SGD(part.parameters(), lr=DENSE_RATE)
-        inputs = torch.rand(self._batch, self._inputs, requires_grad=True)
-        labels = torch.zeros(self._batch)
-        taken: list[float] = []
-        until = time.perf_counter() + 0.12
-        while len(taken) < 4 or time.perf_counter() < until:
-            begun = time.perf_counter()
-            loss_of(part(inputs), labels).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            taken.append(time.perf_counter() - begun)
-        return middle(taken[1:]) / self._batch
-
-    def width(self, sample_seconds: float) -> int:
-        """Return the least width, a multiple of 4, that takes ``sample_seconds`` within a tenth."""
-        width = 4
-        while width < 1 << 14 and self.seconds(width) < sample_seconds:
-            width = max(width + 4, width * 9 // 8 // 4 * 4)
-        return width
+def dense_width(size: Size, sample_seconds: float) -> int:
+    """Return the least width, a multiple of 4, whose dense part takes ``sample_seconds`` within a tenth."""
+    width = 4
+    while width < 1 << 14 and dense_seconds(size, width) < sample_seconds:
+        width = max(width + 4, width * 9 // 8 // 4 * 4)
+    return width

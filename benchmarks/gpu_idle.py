@@ -20,26 +20,26 @@ switch_us_per_part: thread time to pack one 32 MiB part of a switch in 64 KiB pa
 from __future__ import annotations
 
 import cProfile
-import itertools
 import pstats
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiercache as tc
+from benchmarks.device import CPU
 from benchmarks.drawn_passes import draw_ids, schema_of, write_drawn
-from benchmarks.gpu_step import EmbeddingStep
 from benchmarks.idle_gpu import idle_backend
 from benchmarks.machine import Goal, benchmark, say
-from benchmarks.synthetic_case import Data, Size, Trainer
+from benchmarks.synthetic_case import Data, Size, trainer_of
 from benchmarks.synthetic_case import dataset as synthetic_dataset
+from benchmarks.training import CacheRun, EmbeddingStep
 from tiercache.kernels.arrays import NONE_I4
 
 BATCH, BATCHES, PASSES = 64, 64, 2
@@ -105,42 +105,18 @@ def measure_nothing(steps: int) -> dict[str, float]:
     return {"python_us_nothing": 1e6 * _low(taken)}
 
 
-class _Training:
+class _IdleRun(CacheRun):
     """A training over an idle GPU, after its first pass: batches are prepared for the module's lookups."""
 
     def __init__(self, passes: tc.PassDataset, train_of: Callable[[tc.InMemoryCache], Callable[[Any], None]]) -> None:
         backend, self.gpu = idle_backend(ahead=2)
-        self._cache = tc.InMemoryCache(passes, device=backend)
-        self._train = train_of(self._cache)
-        self._passes = cast("Generator[Any, None, None]", self._cache.passes(epochs=1 << 20))
-        self._pass: Any = None
-        self.fresh()
-
-    def _next(self) -> Any:
-        """Return the next pass. The previous one need not have been trained."""
-        if self._pass is not None:
-            self._pass.skip()
-        self._pass = next(self._passes)
-        return self._pass
-
-    def fresh(self) -> int:
-        """Train one pass of batches made by threads and return the number of steps."""
-        steps = 0
-        for batch in self._next().batches(BATCH):
-            self._train(batch)
-            steps += 1
-        return steps
-
-    def kept(self) -> Callable[[], None]:
-        """Return a function that trains one of two kept batches in turn. Their pass stays open."""
-        batches = self._next().batches(BATCH)
-        two = itertools.cycle([next(batches), next(batches)])
-        batches.close()
-        return lambda: self._train(next(two))
+        cache = tc.InMemoryCache(passes, device=backend)
+        super().__init__(cache, train_of(cache), BATCH, CPU)
+        self.train_pass()
 
     def made(self) -> tuple[float, Counter[str], int]:
         """Make the batches of a pass. Return thread microseconds per batch, the calls of all, and their number."""
-        taken, exchange = list[float](), self._cache._exchange
+        taken, exchange = list[float](), self.cache._exchange
         read = exchange.read
 
         def timed(*request: Any, **how: Any) -> Callable[[], Any]:
@@ -154,16 +130,13 @@ class _Training:
 
             return run
 
-        p = self._next()
-        exchange.read = timed  # type: ignore[method-assign]
+        self.skip()
+        self.current  # noqa: B018 - the switch is not counted
+        exchange.read = timed
         self.gpu.counts.clear()
-        for _ in p.batches(BATCH):
+        for _ in self.batches():
             pass
         return 1e6 * _low(taken), self.gpu.counts.copy(), len(taken)
-
-    def close(self) -> None:
-        self._passes.close()
-        self._cache.close()
 
 
 def _low(seconds: Sequence[float]) -> float:
@@ -181,7 +154,7 @@ def _calls(counts: Counter[str], steps: int, tail: str) -> dict[str, float]:
 def measure_step(case: str, folder: Path, steps: int) -> dict[str, float]:
     """Return the keys of a case."""
     kind = tc.EmbeddingCollection if case == "rows" else tc.EmbeddingBagCollection
-    training = _Training(_passes_of(case, folder), partial(EmbeddingStep, kind=kind))
+    training = _IdleRun(_passes_of(case, folder), partial(EmbeddingStep, kind=kind))
     step, taken = training.kept(), []
     for _ in range(_WARM):
         step()
@@ -207,17 +180,18 @@ def measure_step(case: str, folder: Path, steps: int) -> dict[str, float]:
 
 def measure_fresh(folder: Path, turns: int) -> dict[str, float]:
     """Return the process's milliseconds of a step on fresh and on kept batches, and their ratio."""
-    training = _Training(_passes_of("tiny", folder), partial(Trainer, model="tiny"))
+    training = _IdleRun(_passes_of("tiny", folder), partial(trainer_of, model="tiny"))
     taken: dict[str, list[float]] = {"fresh": [], "kept": []}
     for _ in range(turns):
         begun = time.process_time()
-        steps = training.fresh()
+        steps = training.train_pass()
         taken["fresh"].append((time.process_time() - begun) / steps)
         step = training.kept()
         begun = time.process_time()
         for _ in range(steps):
             step()
         taken["kept"].append((time.process_time() - begun) / steps)
+        training.skip()
     training.close()
     fresh, kept = (min(seconds) for seconds in taken.values())
     return {"ms_fresh": 1e3 * fresh, "ms_kept": 1e3 * kept, "fresh_over_kept": fresh / kept}

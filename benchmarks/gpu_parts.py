@@ -13,12 +13,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import cycle, islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +26,13 @@ import torch
 import tiercache as tc
 from benchmarks import disk_case
 from benchmarks import synthetic_case as synthetic
+from benchmarks.budgets import Budgets, rows_held
 from benchmarks.device import TrainingDevice
 from benchmarks.drawn_passes import draw_ids, schema_of, write_drawn
-from benchmarks.gpu_step import EmbeddingStep, Keep
+from benchmarks.gpu_step import Keep
 from benchmarks.machine import environment
-from benchmarks.window import Budgets, MemoryRun, TieredRun, Window, figures_of, open_store, rows_held
+from benchmarks.training import CacheRun, EmbeddingStep, TieredRun
+from benchmarks.window import figures_of, open_store, warm_window
 from tiercache.kernels.arrays import NONE_I4
 from tiercache.kernels.cuda import rows as cuda_rows
 
@@ -160,15 +162,13 @@ def fresh(device: TrainingDevice, keep: Keep) -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = synthetic.dataset(Path(folder), synthetic.Data("tiny", size))
         cache = tc.InMemoryCache(data, device=device.open())
-        train = EmbeddingStep(cache)
-        passes = cast("Generator[Any, None, None]", cache.passes(epochs=1 << 20))
+        run = CacheRun(cache, EmbeddingStep(cache), batch, device)
 
         def of_pass(prefetch: int) -> dict[str, float]:
-            p = next(passes)
+            run.current  # noqa: B018 - the switch is not measured
             device.rest()
             begun, thread, process = time.perf_counter(), time.thread_time(), time.process_time()
-            for one in p.batches(batch, prefetch=prefetch):
-                train(one)
+            run.train_pass(prefetch=prefetch)
             thread, process = time.thread_time() - thread, time.process_time() - process
             device.rest()
             times = {"ms": time.perf_counter() - begun, "host_ms": thread, "process_ms": process}
@@ -183,10 +183,8 @@ def fresh(device: TrainingDevice, keep: Keep) -> None:
         sys.setswitchinterval(2e-4)
         keep({"prefetch_4_switching_at_0.2_ms": min(of_pass(4)["ms"] for _ in range(3))})
         sys.setswitchinterval(usual)
-        two = cycle(list(islice(next(passes).batches(batch, prefetch=2), 2)))
-        keep({f"kept_{key}": value for key, value in device.loop_ms(lambda: train(next(two))).items()})
-        passes.close()
-        cache.close()
+        keep({f"kept_{key}": value for key, value in device.loop_ms(run.kept()).items()})
+        run.close()
 
 
 def stream(device: TrainingDevice, keep: Keep) -> None:
@@ -207,27 +205,21 @@ def stream(device: TrainingDevice, keep: Keep) -> None:
             keep({f"{optimizer}_device_share": budgets.device / (10 * rows * row_bytes)})
             with open_store(passes, None) as store:
                 run = TieredRun(passes, store, budgets, EmbeddingStep, batch, device)
-                seconds, steps = run.seconds(Window.warm(passes, 2))
+                seconds, steps = run.seconds(warm_window(passes, 2))
                 keep({f"{optimizer}_fresh_ms": 1e3 * seconds / steps})
                 report = run.cache.reports[-2]
                 times = report.wait_seconds | report.work_seconds
                 keep({f"{optimizer}_switch_{name}_ms": 1e3 * taken for name, taken in times.items()})
                 keep({f"{optimizer}_loaded_MB": report.bytes_loaded / 1e6, f"{optimizer}_rows": report.rows})
-                train = _kept(run, batch)
+                train = run.kept(None)
                 found = device.loop_ms(train, 100)
                 keep({f"{optimizer}_resident_{key}": value for key, value in found.items()})
                 time.sleep(1 if device.is_gpu else 0)  # the next pass is in host memory by then
                 found = device.loop_ms(train, 100)
                 keep({f"{optimizer}_quiet_{key}": value for key, value in found.items()})
                 run.close()
-            del run
+            del run, train
             device.free_unused()
-
-
-def _kept(run: TieredRun, batch: int) -> Callable[[], None]:
-    """Return a function that trains the kept batches of a pass in turn."""
-    batches = cycle(list(run.current.batches(batch)))
-    return lambda: run.train(next(batches))
 
 
 def merlin(device: TrainingDevice, keep: Keep) -> None:
@@ -245,16 +237,16 @@ def merlin(device: TrainingDevice, keep: Keep) -> None:
 def out_of_core(device: TrainingDevice, keep: Keep) -> None:
     """Train a table from disk and in memory, without a dense part: a window of warm passes."""
     size = disk_case.GPU if device.is_gpu else disk_case.GPU_DRY
-    step_of = partial(disk_case.Step, width=0, light=True)
+    step_of = partial(disk_case.trainer_of, width=0)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         folder = Path(name)
         passes = disk_case.dataset(folder, size, "adagrad")
-        budgets, window, (rows, num_bytes) = Budgets.least(passes), Window.warm(passes, 3), rows_held(passes)
+        budgets, window, (rows, num_bytes) = Budgets.least(passes), warm_window(passes, 3), rows_held(passes)
         keep({"table_rows": rows, "table_bytes": num_bytes, "device_budget_bytes": budgets.device})
         keep({"host_budget_bytes": budgets.host, "passes_per_epoch": size.passes})
         cache = tc.InMemoryCache(passes, device=device.open())
-        memory = MemoryRun(cache, step_of(cache), size.batch, device)
-        memory.upto(window.first - 1, train=False)
+        memory = CacheRun(cache, step_of(cache), size.batch, device)
+        memory.upto(window.start - 1, train=False)
         in_memory, _ = memory.seconds(window)
         memory.close()
         del memory, cache

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 import tiercache as tc
 from benchmarks.device import TrainingDevice
@@ -37,6 +36,7 @@ from benchmarks.embedding_contenders import (
     gradients_of,
     state_floats,
 )
+from benchmarks.training import EmbeddingStep
 
 Keep = Callable[[dict[str, Any]], None]
 
@@ -46,23 +46,6 @@ DRY = Shape(name="step", num_tables=10, rows=300, num_features=10, num_samples=6
 MODULES = {"bags": tc.EmbeddingBagCollection, "rows": tc.EmbeddingCollection}
 
 
-class EmbeddingStep:
-    """A step of one module without a dense part: forward, backward with a constant gradient, optimizer step."""
-
-    def __init__(self, cache: Any, kind: type[torch.nn.Module] = tc.EmbeddingBagCollection) -> None:
-        self._cache, self._module = cache, kind(cache.schema)
-        cache.register(model=self._module)
-        self._gradients: list[torch.Tensor] = []
-
-    def __call__(self, batch: Any) -> None:
-        out = self._module(batch)
-        outs = [out] if isinstance(out, torch.Tensor) else list(out.values())
-        if not self._gradients or self._gradients[0].shape != outs[0].shape:
-            self._gradients = [torch.full_like(one, 1e-3) for one in outs]
-        torch.autograd.backward(outs, self._gradients)
-        self._cache.optimizer.step()
-
-
 class Resident:
     """Both modules over whole tables in memory, with kept batches."""
 
@@ -70,32 +53,21 @@ class Resident:
         self.device, self.shape = device, FULL if device.is_gpu else DRY
         whole = WholeTables(self.shape, optimizer, batches_of(self.shape))
         self._cache = tc.InMemoryCache(cast("tc.PassDataset", whole), device=device.open())
-        self._modules = {name: kind(self._cache.schema) for name, kind in MODULES.items()}
-        self._cache.register(model=torch.nn.ModuleList(self._modules.values()))
-        flat = torch.from_numpy(gradients_of(self.shape)[0]).to(device.torch_name)
-        self._gradients = {
-            "bags": [flat],
-            "rows": [part.contiguous() for part in torch.split(flat, self.shape.dim, dim=1)],
-        }
+        self._steps = {name: EmbeddingStep(self._cache, kind) for name, kind in MODULES.items()}
         self._passes = cast("Generator[Any, None, None]", self._cache.passes(epochs=1 << 20))
         for batch in next(self._passes).batches(self.shape.num_samples):
-            for name in MODULES:
-                self.train(name, batch)
+            for train in self._steps.values():
+                train(batch)
         self._next = cycle(list(next(self._passes).batches(self.shape.num_samples)))
-
-    def train(self, name: str, batch: Any) -> None:
-        out = self._modules[name](batch)
-        torch.autograd.backward([out] if name == "bags" else list(out.values()), self._gradients[name])
-        self._cache.optimizer.step()
 
     def step(self, name: str) -> None:
         """Train the next of the kept batches."""
-        self.train(name, next(self._next))
+        self._steps[name](next(self._next))
 
     def close(self) -> None:
         self._passes.close()
         self._cache.close()
-        del self._cache, self._passes, self._modules, self._gradients, self._next
+        del self._cache, self._passes, self._steps, self._next
         self.device.free_unused()
 
 

@@ -26,7 +26,7 @@ import os
 import re
 import sysconfig
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,9 +39,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 import tiercache as tc
+from benchmarks.budgets import Budgets, rows_held
 from benchmarks.device import CPU, TrainingDevice
 from benchmarks.machine import Goal, PeakMemory, benchmark, keep_freed_memory, middle, say
-from benchmarks.window import Budgets, rows_held, same_rows
+from benchmarks.training import CacheRun
+from benchmarks.window import same_rows
 from tiercache.train.raw_keys import IndexPlan
 
 VOCAB, HEADS = 32_768, 8
@@ -150,24 +152,20 @@ class Net(nn.Module):
         return (self.head(total) + self.hidden(total) - total.roll(1, 1)).square().mean()  # type: ignore[no-any-return]
 
 
-class Training:
-    """A training that advances from pass to pass of a cache."""
+class TokenRun(CacheRun):
+    """A training on sequences of tokens."""
 
     def __init__(self, cache: Any, model: Net, tokens: tc.TokenFiles, batch: int, device: TrainingDevice) -> None:
-        self.cache, self._model, self._tokens, self._batch, self._device = cache, model, tokens, batch, device
-        self._passes: Generator[tc.Pass, None, None] = cache.passes(epochs=1 << 20)
+        def train(x: torch.Tensor) -> None:
+            model(x.to(device.torch_name)).backward()
+            cache.optimizer.step()
+            cache.optimizer.zero_grad()
 
-    def turn(self, passes: int) -> float:
-        """Train some passes and return their seconds."""
-        begun = time.perf_counter()
-        for _ in range(passes):
-            p = next(self._passes)
-            for x in p.loader(self._tokens, batch_size=self._batch):
-                self._model(x.to(self._device.torch_name)).backward()
-                self.cache.optimizer.step()
-                self.cache.optimizer.zero_grad()
-        self._device.rest()
-        return time.perf_counter() - begun
+        super().__init__(cache, train, batch, device)
+        self._tokens = tokens
+
+    def batches(self, **how: Any) -> Iterable[Any]:
+        return self.current.loader(self._tokens, batch_size=self._batch, **how)
 
 
 def measure_training(size: Size, folder: Path, device: TrainingDevice = CPU) -> dict[str, Any]:
@@ -202,9 +200,9 @@ def measure_training(size: Size, folder: Path, device: TrainingDevice = CPU) -> 
             device=device.open(), device_budget=budgets.device + index, host_budget=budgets.host, eval_budget=0,
             progress=False,
         )  # fmt: skip
-        second = Training(tiered, other, tokens, size.batch, device)
+        second = TokenRun(tiered, other, tokens, size.batch, device)
         second.turn(len(data))
-    first = Training(memory, model, tokens, size.batch, device)
+    first = TokenRun(memory, model, tokens, size.batch, device)
     first.turn(len(data))
     passes = size.turn_passes
     seconds = _in_turns(size, first, second, partial(seconds_of, dense, batches, device))
@@ -242,7 +240,7 @@ def measure_training(size: Size, folder: Path, device: TrainingDevice = CPU) -> 
     return figures
 
 
-def _in_turns(size: Size, first: Training, second: Training, dense: Callable[[], float]) -> dict[str, list[float]]:
+def _in_turns(size: Size, first: TokenRun, second: TokenRun, dense: Callable[[], float]) -> dict[str, list[float]]:
     """Train some passes in memory and out of core in turns; returns the seconds of each turn, and of a dense step."""
     seconds: dict[str, list[float]] = {"memory": [], "tiered": [], "dense": []}
     for turn in range(size.turns):

@@ -34,9 +34,11 @@ from numpy.typing import NDArray
 import tiercache as tc
 from benchmarks import disk_case
 from benchmarks import window as windows
+from benchmarks.budgets import Budgets, rows_held
 from benchmarks.device import CPU
 from benchmarks.disk_raw import BareDisk, Replay
 from benchmarks.machine import Goal, benchmark, middle, say
+from benchmarks.training import CacheRun, TieredRun
 from tiercache import InMemoryCache
 from tiercache.planning.pass_plan import PassPlan
 
@@ -134,28 +136,29 @@ def measure(demand: Demand, size: disk_case.Size, folder: Path) -> dict[str, Any
     say(f"{size.name}{demand.suffix}: data")
     size = replace(size, turn_passes=size.turn_passes * demand.longer_turns)
     passes = disk_case.dataset(folder, size, demand.optimizer)
-    rows, num_bytes = windows.rows_held(passes)
-    budgets = windows.Budgets(device=num_bytes // 10, host=num_bytes // 3)
-    plans = windows.plans_of(passes, folder, budgets, size.passes * size.epochs)
-    replay = partial(Replay.of, [plan for plan in plans if plan.epoch == 1], num_passes=size.passes)
+    rows, num_bytes = rows_held(passes)
+    budgets = Budgets(device=num_bytes // 10, host=num_bytes // 3)
     path = folder / "store.tc"
+    with tc.TierCache(path, passes, device_budget=budgets.device, host_budget=budgets.host) as unused:
+        plans = unused.plan(passes=size.passes * size.epochs)
+    replay = partial(Replay.of, [plan for plan in plans if plan.epoch == 1], num_passes=size.passes)
     with BareDisk(folder, replay(state_bytes=8 << 20).file_bytes) as disk, windows.open_store(passes, path) as store:
         width = 0
         if (
             demand.target is not None
         ):  # choose the width so that an epoch in memory takes the disk's seconds over the demand
             wanted = min(disk.seconds(replay(state_bytes=0)) / demand.target, size.epoch_seconds) / size.epoch_samples
-            width = disk_case.DenseTimer(size).width(wanted - _seconds_without_dense(passes, size))
+            width = disk_case.dense_width(size, wanted - _seconds_without_dense(passes, size))
         say(f"dense width {width}: first epochs")
-        device, step_of = CPU, partial(disk_case.Step, width=width, light=True, track=True)
+        device, step_of = CPU, partial(disk_case.trainer_of, width=width, light=True)
         cache = InMemoryCache(passes)
-        memory = windows.MemoryRun(cache, step_of(cache), size.batch, device, shuffle=True)
-        tiered = windows.TieredRun(passes, store, budgets, step_of, size.batch, device, shuffle=True)
+        memory = CacheRun(cache, step_of(cache), size.batch, device, shuffle=True)
+        tiered = TieredRun(passes, store, budgets, step_of, size.batch, device, shuffle=True)
         seconds: defaultdict[str, list[float]] = defaultdict(list)
         try:
             for run in (memory, tiered):
                 run.turn(size.passes)
-                run.train.net.light = False  # type: ignore[attr-defined] # a Step
+                run.train.net.light = False  # type: ignore[attr-defined] # a Trainer
             state_bytes = store.commit.state_bytes if store.commit else 0
             work = replay(state_bytes=state_bytes)
             for turn in range(size.turns):
@@ -190,16 +193,14 @@ def measure(demand: Demand, size: disk_case.Size, folder: Path) -> dict[str, Any
 def _seconds_without_dense(passes: tc.PassDataset, size: disk_case.Size) -> float:
     """Return the seconds of one sample in memory without a dense part."""
     cache = InMemoryCache(passes)
-    run = windows.MemoryRun(cache, disk_case.Step(cache, 0, light=True), size.batch, CPU, shuffle=True)
+    run = CacheRun(cache, disk_case.trainer_of(cache, 0), size.batch, CPU, shuffle=True)
     run.turn(1)
     seconds = run.turn(3) / (3 * size.samples)
     run.close()
     return seconds
 
 
-def _figures(
-    size: disk_case.Size, tiered: windows.TieredRun, seconds: dict[str, list[float]], work: Replay
-) -> dict[str, Any]:
+def _figures(size: disk_case.Size, tiered: TieredRun, seconds: dict[str, list[float]], work: Replay) -> dict[str, Any]:
     """Return times and derived figures; seconds are per epoch, of rests per turn end."""
     bare, rests = middle(seconds["bare"]), sum(seconds["rests"])
     pairs = list(zip(means(seconds["memory"], size.repeats), means(seconds["tiered"], size.repeats), strict=True))
@@ -250,8 +251,8 @@ def means(seconds: Sequence[float], repeats: int) -> list[float]:
 def _facts(
     passes: tc.PassDataset,
     plans: Sequence[PassPlan],
-    memory: windows.MemoryRun,
-    tiered: windows.TieredRun,
+    memory: CacheRun,
+    tiered: TieredRun,
     size: disk_case.Size,
 ) -> dict[str, Any]:
     """Return the facts that do not depend on time: rows read, the minimum, the plan, the bits."""
@@ -261,7 +262,7 @@ def _facts(
     )
     trained = [r for r in tiered.cache.reports if r.epoch < size.epochs]
     reports = [r for r in trained if r.epoch >= 1]
-    state, other = (run.train.net.state_dict() for run in (memory, tiered))  # type: ignore[attr-defined] # Steps
+    state, other = (run.train.net.state_dict() for run in (memory, tiered))  # type: ignore[attr-defined] # Trainers
     read, optimal = sum(r.rows_read for r in reports), sum(fewest[len(plans) - len(reports) :])
     return {
         "row_bytes": row_bytes,

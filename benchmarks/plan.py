@@ -23,16 +23,17 @@ import importlib.util
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 import tiercache as tc
 from benchmarks.machine import Goal, benchmark, console, middle
 from benchmarks.synthetic_case import QUICK, Data, Net, dataset
+from benchmarks.training import Trainer
 from examples.flights import data as flights_data
 from examples.flights.training import SCHEMA
 from tiercache.cli.dataset_info import reuse_of
@@ -83,17 +84,13 @@ def train(
 ) -> tuple[list[PassReport], int]:
     """Train a new store with a plan; return the reports and the peak bytes of rows on the host."""
     torch.manual_seed(1)
-    model = Net(data, (128,))
-    dense, loss_of = torch.optim.Adam(model.parameters(), lr=1e-3), nn.BCEWithLogitsLoss()
-    with tc.TierCache(store, data, model=model, optimizer=dense, plan=plan, progress=False) as cache:
-        optimizer = cache.optimizer
+    with tc.TierCache(store, data, plan=plan, progress=False) as cache:
+        step = Trainer(cache, Net(data.schema, (128,)), partial(torch.optim.Adam, lr=1e-3))
         for p in cache.passes(epochs=EPOCHS):
             if p.index == passes:
                 break
             for one in p.batches(batch, shuffle=True):
-                loss_of(model(one), one.label).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step(one)
         return cache.reports, cache.host_bytes_peak
 
 

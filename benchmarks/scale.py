@@ -46,10 +46,10 @@ from typing import Any
 import numpy as np
 
 import tiercache as tc
+from benchmarks.budgets import device_need
 from benchmarks.drawn_passes import permuted_power_law, schema_of, write_drawn
 from benchmarks.machine import Goal, benchmark, files_below, of_process, say
 from benchmarks.scale_worker import TURN
-from benchmarks.window import device_need
 from tests.datasets import raw_batch
 from tiercache.data.dataset import PassDataset
 from tiercache.data.raw_batch import RawBatch

@@ -37,7 +37,7 @@ def main(work: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     import tiercache as tc
-    from benchmarks.disk_case import Step
+    from benchmarks.disk_case import trainer_of
     from benchmarks.machine import drop_cache, files_below
 
     torch.set_num_threads(1)
@@ -45,7 +45,7 @@ def main(work: dict[str, Any]) -> dict[str, Any]:
     cache: Any = (
         tc.InMemoryCache(dataset)
         if store is None
-        else tc.TierCache(store, dataset, plan=work["plan"], device=work.get("device", "cpu"), progress=False)
+        else tc.TierCache(store, dataset, plan=work["plan"], device="cpu", progress=False)
     )
 
     def forget() -> None:
@@ -56,7 +56,7 @@ def main(work: dict[str, Any]) -> dict[str, Any]:
                     drop_cache(path)
 
     asker = Asker(work) if work.get("lookups") else None
-    step = Step(cache, work["width"], light=False, track=True)
+    step = trainer_of(cache, work["width"])
     begun: dict[int, float] = {}
     samples: dict[int, int] = {}
     with ThreadPoolExecutor(1) as dropper:

@@ -7,7 +7,7 @@ of a fixed number of ids with sum pooling, 10 numerical features, concatenation,
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import nn
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law, write_drawn
+from benchmarks.training import Trainer, mlp
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.values.batch import Batch
 
@@ -165,30 +166,17 @@ def dataset(folder: Path, data: Data) -> tc.PassDataset:
 class Net(nn.Module):
     """Pooled vectors of all inputs concatenated with the numerical features, followed by the MLP."""
 
-    def __init__(self, cache: Any, layers: tuple[int, ...]) -> None:
+    def __init__(self, schema: tc.Schema, layers: tuple[int, ...]) -> None:
         super().__init__()
-        self.bag = tc.EmbeddingBagCollection(cache.schema)
-        widths = (self.bag.out_features + len(cache.schema.dense), *layers)
-        parts: list[nn.Module] = []
-        for inputs, outputs in pairwise(widths):
-            parts += [nn.Linear(inputs, outputs), nn.ReLU()]
-        self.mlp = nn.Sequential(*parts, nn.Linear(widths[-1], 1), nn.Flatten(0))
+        self.bag = tc.EmbeddingBagCollection(schema)
+        self.mlp = mlp(self.bag.out_features + len(schema.dense), *layers)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         logits: torch.Tensor = self.mlp(torch.cat([self.bag(batch), batch.dense], dim=1))
         return logits
 
 
-class Trainer:
-    """A step of a model: forward, backward, Adagrad for both dense weights and rows."""
-
-    def __init__(self, cache: Any, model: str) -> None:
-        torch.manual_seed(1)
-        self._cache, self.net = cache, Net(cache, MODELS[model].layers).to(cache.device)
-        self._loss_of = nn.BCEWithLogitsLoss()
-        cache.register(model=self.net, optimizer=torch.optim.Adagrad(self.net.parameters(), lr=LEARNING_RATE))
-
-    def __call__(self, batch: Batch) -> None:
-        self._loss_of(self.net(batch), batch.label).backward()
-        self._cache.optimizer.step()
-        self._cache.optimizer.zero_grad()
+def trainer_of(cache: Any, model: str) -> Trainer:
+    """Return a step of a model, with Adagrad for both dense weights and rows."""
+    torch.manual_seed(1)
+    return Trainer(cache, Net(cache.schema, MODELS[model].layers), partial(torch.optim.Adagrad, lr=LEARNING_RATE))

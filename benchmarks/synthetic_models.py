@@ -32,10 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import tiercache as tc
+from benchmarks.budgets import Budgets, rows_held
 from benchmarks.device import TrainingDevice, open_device
 from benchmarks.machine import Goal, benchmark, say
-from benchmarks.synthetic_case import DRY, FULL, MODELS, QUICK, TINY, Data, Size, Trainer, dataset
-from benchmarks.window import Budgets, MemoryRun, TieredRun, Window, figures_of, open_store, rows_held, same_rows
+from benchmarks.synthetic_case import DRY, FULL, MODELS, QUICK, TINY, Data, Size, dataset, trainer_of
+from benchmarks.training import CacheRun, TieredRun, Trainer
+from benchmarks.window import figures_of, open_store, same_rows, warm_window
 
 
 class Benchmark:
@@ -45,14 +47,14 @@ class Benchmark:
         self.model, self.size, self.folder, self.device = model, size, folder, device
         say(f"{model}, {size.name}: data")
         self.passes = dataset(folder, Data(model, size))
-        self.window = Window.warm(self.passes, size.window_passes)
+        self.window = warm_window(self.passes, size.window_passes)
 
     def _train_of(self, cache: Any) -> Trainer:
-        return Trainer(cache, self.model)
+        return trainer_of(cache, self.model)
 
-    def _in_memory(self) -> MemoryRun:
+    def _in_memory(self) -> CacheRun:
         cache = tc.InMemoryCache(self.passes, device=self.device.open())
-        return MemoryRun(cache, self._train_of(cache), self.size.batch, self.device)
+        return CacheRun(cache, self._train_of(cache), self.size.batch, self.device)
 
     def facts(self) -> dict[str, Any]:
         """Return the facts that are known before the runs."""
@@ -71,7 +73,7 @@ class Benchmark:
     def memory(self) -> dict[str, Any]:
         """Train with every row on the device."""
         run = self._in_memory()
-        run.upto(self.window.first - 1, train=False)
+        run.upto(self.window.start - 1, train=False)
         seconds, steps = run.seconds(self.window)
         made = run.batch_seconds(self.window)
         kept = run.kept_batch_seconds(steps)
@@ -91,7 +93,7 @@ class Benchmark:
         with open_store(self.passes, path) as store:
             run = TieredRun(self.passes, store, budgets, self._train_of, self.size.batch, self.device)
             try:
-                say(f"{part}: the first epoch, then {self.window.passes} warm passes")
+                say(f"{part}: the first epoch, then {len(self.window)} warm passes")
                 seconds, steps = run.seconds(self.window)
                 found = figures_of(
                     self.device, run, self.window, memory=memory_seconds, tiered=seconds,
@@ -109,9 +111,10 @@ class Benchmark:
     def _same_bits(self, tiers: tc.TierCache) -> bool:
         """Train all passes again in memory and compare."""
         run = self._in_memory()
-        run.upto(self.window.first + self.window.passes)
+        run.upto(self.window.stop)
+        same = same_rows(run.cache, tiers)
         run.close()
-        return same_rows(run.cache, tiers)
+        return same
 
     def run(self) -> dict[str, Any]:
         """Run all parts."""
