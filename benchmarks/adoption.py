@@ -28,7 +28,7 @@ from torch import nn
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
-from benchmarks.machine import Goal, benchmark, middle
+from benchmarks.machine import Goal, benchmark, middle, seconds_of
 from tiercache.reporting.progress import prepare_kernels
 
 TABLES, DIM, DENSE, BATCH, RATE = 26, 64, 13, 8192, 0.02
@@ -159,12 +159,10 @@ def top_seconds(model: Model, steps: int) -> float:
     vectors = [torch.rand(BATCH, DIM, requires_grad=True) for _ in NAMES]
     optimizer = torch.optim.Adagrad(model.top.parameters(), lr=RATE)
     dense, label = torch.rand(BATCH, DENSE), torch.ones(BATCH)
-    seconds = []
-    for _ in range(12):
-        begun = time.perf_counter()
-        step(model.top(torch.cat([*vectors, dense], dim=1)).squeeze(1), label, [optimizer])
-        seconds.append(time.perf_counter() - begun)
-    return steps * middle(seconds)
+    taken = seconds_of(
+        lambda _: step(model.top(torch.cat([*vectors, dense], dim=1)).squeeze(1), label, [optimizer]), 12
+    )
+    return steps * middle(taken)
 
 
 def epoch_seconds(model: Model, passes: tc.PassDataset) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.machine import middle
+from benchmarks.machine import middle, seconds_of
 from tiercache.errors import CudaError
 from tiercache.rows.backends.cuda_runtime import open_runtime
 from tiercache.rows.backends.open_backend import open_backend
@@ -61,7 +61,7 @@ class TrainingDevice:
         host waits after each call, as in published figures.
         """
         if not self.is_gpu:
-            return 1e3 * min(_seconds(call) for _ in range(2))
+            return 1e3 * min(seconds_of(lambda _: call(), 2))
         taken = []
         for _ in range(warm + repeats):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -138,9 +138,3 @@ def open_device(wanted: str | None, *, dry: bool = False) -> TrainingDevice:
             if wanted == "cuda":
                 raise SystemExit(f"{error} Or take --dry.") from error
     return CPU
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    call()
-    return time.perf_counter() - begun

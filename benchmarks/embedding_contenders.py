@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,6 +22,7 @@ from torch import nn
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
+from benchmarks.machine import seconds_of
 from tiercache.data.block_layout import BlockLayout, IdOrder
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.data.sub_dataset import BlockIds, EncodedBatch, SampleBlock, SampleMemory
@@ -296,13 +296,9 @@ def build(name: str, shape: Shape, optimizer: str, warm_up: int) -> None:
 
 def run(steps: int) -> list[float]:
     """Return the seconds of some steps, after an uncounted one: caches and clocks were idle."""
-    seconds = []
-    for _ in range(steps + 1):
-        begun = time.perf_counter()
-        _current["contender"].step(_current["number"])
-        seconds.append(time.perf_counter() - begun)
-        _current["number"] += 1
-    return seconds[1:]
+    contender, first = _current["contender"], _current["number"]
+    _current["number"] += steps + 1
+    return seconds_of(lambda number: contender.step(first + number), steps + 1)[1:]
 
 
 def drop() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +25,7 @@ import pyarrow.parquet as pq
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
-from benchmarks.machine import Goal, benchmark, of_process
+from benchmarks.machine import Goal, PeakMemory, benchmark
 from tiercache.kernels.cpu.compile import prepare
 
 COLUMNS = 26
@@ -140,19 +139,9 @@ def measure_peak(folder: Path) -> dict[str, Any]:
     write_data(path, 10 * _LIMIT // (8 * 8), sizes, compression="none", use_dictionary=False)
     short = tc.Schema(features=tuple(tc.Feature(name=name) for name in names), tables=schema_of("i").tables[:8])
     prepare()  # load libraries and compile kernels first
-    before, most, is_over = of_process("status")["RssAnon"], 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not is_over.wait(0.005):
-            most = max(most, of_process("status")["RssAnon"])
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    tc.extract(path, short, folder / "large", device_budget="8MiB", memory_limit=_LIMIT, progress=False)
-    is_over.set()
-    watcher.join()
-    return {"peak_over_limit": (most - before) / _LIMIT}
+    with PeakMemory(anonymous=True) as peak:
+        tc.extract(path, short, folder / "large", device_budget="8MiB", memory_limit=_LIMIT, progress=False)
+    return {"peak_over_limit": peak.growth_bytes / _LIMIT}
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ import tiercache as tc
 from benchmarks.device import CPU
 from benchmarks.drawn_passes import draw_ids, schema_of, write_drawn
 from benchmarks.idle_gpu import idle_backend
-from benchmarks.machine import Goal, benchmark, say
+from benchmarks.machine import Goal, benchmark, say, seconds_of
 from benchmarks.synthetic_case import Data, Size, trainer_of
 from benchmarks.synthetic_case import dataset as synthetic_dataset
 from benchmarks.training import CacheRun, EmbeddingStep
@@ -97,12 +97,9 @@ class _Nothing(torch.autograd.Function):
 
 def measure_nothing(steps: int) -> dict[str, float]:
     """Return the microseconds of an operator that does nothing, as a measure of the machine's current speed."""
-    anchor, gradient, taken = torch.zeros((), requires_grad=True), torch.zeros(BATCH, 1280), []
-    for _ in range(steps):
-        begun = time.thread_time()
-        _Nothing.apply(anchor).backward(gradient)  # type: ignore[no-untyped-call]
-        taken.append(time.thread_time() - begun)
-    return {"python_us_nothing": 1e6 * _low(taken)}
+    anchor, gradient = torch.zeros((), requires_grad=True), torch.zeros(BATCH, 1280)
+    us = _thread_us(lambda: _Nothing.apply(anchor).backward(gradient), steps)  # type: ignore[no-untyped-call]
+    return {"python_us_nothing": us}
 
 
 class _IdleRun(CacheRun):
@@ -136,12 +133,16 @@ class _IdleRun(CacheRun):
         self.gpu.counts.clear()
         for _ in self.batches():
             pass
-        return 1e6 * _low(taken), self.gpu.counts.copy(), len(taken)
+        return _low_us(taken), self.gpu.counts.copy(), len(taken)
 
 
-def _low(seconds: Sequence[float]) -> float:
-    """Return the 20th percentile, which other processes on the machine affect least."""
-    return float(np.percentile(seconds, 20))
+def _low_us(seconds: Sequence[float]) -> float:
+    """Return the 20th percentile in microseconds, which other processes on the machine affect least."""
+    return 1e6 * float(np.percentile(seconds, 20))
+
+
+def _thread_us(call: Callable[[], object], times: int) -> float:
+    return _low_us(seconds_of(lambda _: call(), times, time.thread_time))
 
 
 def _calls(counts: Counter[str], steps: int, tail: str) -> dict[str, float]:
@@ -155,7 +156,7 @@ def measure_step(case: str, folder: Path, steps: int) -> dict[str, float]:
     """Return the keys of a case."""
     kind = tc.EmbeddingCollection if case == "rows" else tc.EmbeddingBagCollection
     training = _IdleRun(_passes_of(case, folder), partial(EmbeddingStep, kind=kind))
-    step, taken = training.kept(), []
+    step = training.kept()
     for _ in range(_WARM):
         step()
     with _Operators() as operators:  # type: ignore[no-untyped-call]
@@ -166,11 +167,7 @@ def measure_step(case: str, folder: Path, steps: int) -> dict[str, float]:
     profiler = cProfile.Profile()
     profiler.runcall(lambda: (step(), step()))
     found[f"python_calls_{case}"] = sum(calls for _, calls, *_ in pstats.Stats(profiler).stats.values()) / 2  # type: ignore[attr-defined]
-    for _ in range(steps):
-        begun = time.thread_time()
-        step()
-        taken.append(time.thread_time() - begun)
-    found[f"python_us_{case}"] = 1e6 * _low(taken)
+    found[f"python_us_{case}"] = _thread_us(step, steps)
     if case == "tiny":
         found["maker_us"], counts, made = training.made()
         found |= _calls(counts, made, "maker")
@@ -206,16 +203,15 @@ def measure_switch(repeats: int) -> dict[str, float]:
         count = _PART_BYTES // page
         fields = tuple(torch.zeros((rows * count, _ROW_WORDS // 3)) for _ in range(3))
         slots = torch.arange(rows * count, dtype=torch.int32)
-        taken = []
-        for _ in range(repeats):
-            begun = time.thread_time()
+
+        def pack(rows: int = rows, count: int = count, fields: Any = fields, slots: Any = slots) -> None:
             pieces = backend.pieces(_ROW_WORDS)
             pieces.add(0, np.full(count, rows), np.arange(count) * (rows * _ROW_WORDS), host)
             with backend.streams.dumping():
                 backend.pack(fields, slots, NONE_I4, pieces)
                 backend.streams.dumped()
-            taken.append(time.thread_time() - begun)
-        found[f"switch_us_per_part{tail}"] = 1e6 * _low(taken)
+
+        found[f"switch_us_per_part{tail}"] = _thread_us(pack, repeats)
     return found
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from benchmarks.machine import middle, say
+from benchmarks.machine import middle, say, seconds_of
 from tiercache.errors import CudaError
 from tiercache.kernels.arrays import aligned_zeros
 from tiercache.rows.backends.cuda_runtime import open_runtime
@@ -115,12 +115,7 @@ class CpuMachine:
 
     def times(self, call: Callable[[], Any], samples: int) -> Times:
         call()
-        taken = []
-        for _ in range(samples):
-            begun = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - begun)
-        return Times(middle(taken), None)
+        return Times(middle(seconds_of(lambda _: call(), samples)), None)
 
     def copy_bytes_per_second(self, samples: int) -> float:
         """Copy 256 MiB by all threads of torch."""

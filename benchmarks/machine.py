@@ -8,6 +8,7 @@ import ctypes
 import datetime as dt
 import functools
 import gc
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -210,13 +211,36 @@ def files_below(folder: Path) -> Iterator[Path]:
             yield Path(here, name)
 
 
+def seconds_of(
+    call: Callable[[int], object], times: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Return the seconds of some calls, each of which gets its number."""
+    taken = []
+    for number in range(times):
+        begun = clock()
+        call(number)
+        taken.append(clock() - begun)
+    return taken
+
+
+def digest(arrays: Iterable[Any]) -> str:
+    """Return a digest of the bits of all arrays."""
+    whole = hashlib.sha256()
+    for array in arrays:
+        whole.update(array.tobytes())
+    return whole.hexdigest()
+
+
 def drop_cache(path: Path) -> None:
-    """Drop the clean, unmapped pages of a file from the page cache."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(handle)
+    """Drop the clean, unmapped pages of a file, or of all files of a folder, from the page cache.
+
+    Others may be deleting files.
+    """
+    for file in files_below(path) if path.is_dir() else (path,):
+        with contextlib.suppress(FileNotFoundError):
+            handle = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
 
 
 def of_process(file: str, process: int | str = "self") -> dict[str, int]:

@@ -41,7 +41,7 @@ from torch import nn
 import tiercache as tc
 from benchmarks.budgets import Budgets, rows_held
 from benchmarks.device import CPU, TrainingDevice
-from benchmarks.machine import Goal, PeakMemory, benchmark, keep_freed_memory, middle, say
+from benchmarks.machine import Goal, PeakMemory, benchmark, keep_freed_memory, middle, say, seconds_of
 from benchmarks.training import CacheRun
 from benchmarks.window import same_rows
 from tiercache.train.raw_keys import IndexPlan
@@ -187,10 +187,10 @@ def measure_training(size: Size, folder: Path, device: TrainingDevice = CPU) -> 
         torch.from_numpy(tokens.read(at, at + size.batch)).to(device.torch_name)
         for at in range(0, 8 * size.batch, size.batch)
     ]
-    seconds_of(_dense(size, grams, device), batches, device)  # allocates what stays, such as the threads' memory
+    step_seconds(_dense(size, grams, device), batches, device)  # allocates what stays, such as the threads' memory
     with PeakMemory(anonymous=True) as steps:
         dense = _dense(size, grams, device)
-        seconds_of(dense, batches, device)
+        step_seconds(dense, batches, device)
     memory = tc.InMemoryCache(
         data, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), device=device.open()
     )
@@ -205,7 +205,7 @@ def measure_training(size: Size, folder: Path, device: TrainingDevice = CPU) -> 
     first = TokenRun(memory, model, tokens, size.batch, device)
     first.turn(len(data))
     passes = size.turn_passes
-    seconds = _in_turns(size, first, second, partial(seconds_of, dense, batches, device))
+    seconds = _in_turns(size, first, second, partial(step_seconds, dense, batches, device))
     cores = torch.get_num_threads()
     torch.set_num_threads(1)
     of_one_core = _in_turns(size, first, second, lambda: 0.0)
@@ -236,7 +236,9 @@ def measure_training(size: Size, folder: Path, device: TrainingDevice = CPU) -> 
     figures["peak_over_limit"] = (peak.growth_bytes - steps.growth_bytes) / (budgets.device + index + budgets.host)
     fewer = tc.ngrams("qwen4_exp", vocab_size=VOCAB, rows_per_head=size.rows_of_others, border=0, heads=HEADS)
     for name, make in {"memmap": _memmap, "sparse": _sparse}.items():
-        figures[f"{name}_tokens_per_second"] = size.batch * size.length / seconds_of(make(size, fewer, folder), batches)
+        figures[f"{name}_tokens_per_second"] = (
+            size.batch * size.length / step_seconds(make(size, fewer, folder), batches)
+        )
     return figures
 
 
@@ -255,17 +257,16 @@ def _ratio(seconds: dict[str, list[float]]) -> float:
     return middle(m / t for m, t in zip(seconds["memory"], seconds["tiered"], strict=True))
 
 
-def seconds_of(
+def step_seconds(
     step: Callable[[torch.Tensor], None], batches: Sequence[torch.Tensor], device: TrainingDevice = CPU
 ) -> float:
-    """Return the median seconds of a step."""
-    taken = []
-    for batch in [*batches, *batches]:
-        begun = time.perf_counter()
-        step(batch)
+    """Return the median seconds of a step, after one on each batch."""
+
+    def timed(number: int) -> None:
+        step(batches[number % len(batches)])
         device.rest()
-        taken.append(time.perf_counter() - begun)
-    return middle(taken[len(batches) :])
+
+    return middle(seconds_of(timed, 2 * len(batches))[len(batches) :])
 
 
 def _step_of(model: Net, *more: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:

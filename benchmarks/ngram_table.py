@@ -22,7 +22,6 @@ import resource
 import signal
 import time
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from safetensors import safe_open
 from torch import nn
 
 import tiercache as tc
-from benchmarks.machine import Goal, benchmark, of_process, say
+from benchmarks.machine import Goal, benchmark, digest, of_process, say
 from benchmarks.ngram import text_tokens
 from tiercache.sizes import parse_bytes
 from tiercache.store.inspect import file_bytes_of
@@ -118,7 +117,8 @@ def train(size: Size, folder: Path, name: str, kill_at: int | None) -> None:
     data, grams = tc.PassDataset.open(folder / "keys"), grams_of(size)
     tokens = tc.TokenFiles(str(folder / "tokens.npy"), size.length)
     model = Net(tc.Embedding(data.schema, "gram"), grams, size.dim)
-    optimizer = torch.optim.SGD([*model.down.parameters(), *model.out.parameters()], lr=0.1)
+    dense = [*model.down.parameters(), *model.out.parameters()]
+    optimizer = torch.optim.SGD(dense, lr=0.1)
     begun, losses = time.perf_counter(), list[float]()
     with tc.TierCache(
         folder / name, data, model=model, optimizer=optimizer, device_budget=size.device, host_budget=size.host,
@@ -137,8 +137,6 @@ def train(size: Size, folder: Path, name: str, kill_at: int | None) -> None:
                     cache.reports[-2].durable.wait()
                     os.kill(os.getpid(), signal.SIGKILL)
         cache.drain()
-        trained_dense = (*model.down.parameters(), *model.out.parameters())
-        dense = [parameter.detach().numpy().tobytes() for parameter in trained_dense]
         figures = {
             "seconds": time.perf_counter() - begun,
             "passes": len(cache.reports),
@@ -146,7 +144,7 @@ def train(size: Size, folder: Path, name: str, kill_at: int | None) -> None:
             "checkpoint_bytes": sum(report.checkpoint_bytes for report in cache.reports),
             "waited": sum(report.waited for report in cache.reports),
             "planned": all(report.planned_equals_measured for report in cache.reports if report.durable.is_set()),
-            "dense": sha256(b"".join(dense)).hexdigest(),
+            "dense": digest(part.detach().numpy() for part in dense),
             "first_loss": float(np.mean(losses[:10])),
             "last_loss": float(np.mean(losses[-10:])),
             "peak_bytes": of_process("status")["VmHWM"],
@@ -169,12 +167,8 @@ def trained(size: Size, folder: Path, name: str, kill_at: int | None = None) -> 
 
 def digest_of(store: Path) -> str:
     """Return a digest of all rows of a store, states included."""
-    found = sha256()
     with tc.Store.open(store, mode="r") as opened:
-        for keys, fields in opened.scan("gram"):
-            for array in (keys, *fields):
-                found.update(np.ascontiguousarray(array).tobytes())
-    return found.hexdigest()
+        return digest(array for keys, fields in opened.scan("gram") for array in (keys, *fields))
 
 
 def overlay_equals(store: Path, overlay: Path) -> bool:

@@ -18,7 +18,6 @@ each other.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import shutil
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ import numpy as np
 import torch
 
 import tiercache as tc
-from benchmarks.machine import Goal, benchmark, console, middle
+from benchmarks.machine import Goal, benchmark, console, digest, middle
 from benchmarks.synthetic_case import QUICK, Data, Net, dataset
 from benchmarks.training import Trainer
 from examples.flights import data as flights_data
@@ -94,15 +93,11 @@ def train(
         return cache.reports, cache.host_bytes_peak
 
 
-def digest(store: Path, data: tc.PassDataset) -> str:
+def digest_of(store: Path, data: tc.PassDataset) -> str:
     """Return a digest of all rows, with their optimizer state."""
-    found = hashlib.sha256()
     with tc.Store.open(store, mode="r") as opened:
-        for table in data.tables:
-            keys = np.unique(np.concatenate([p.keys(table.name) for p in data.passes]))
-            for values in opened.lookup(table.name, keys).values():
-                found.update(np.ascontiguousarray(values).data)
-    return found.hexdigest()
+        keys = {t.name: np.unique(np.concatenate([p.keys(t.name) for p in data.passes])) for t in data.tables}
+        return digest(values for name in keys for values in opened.lookup(name, keys[name]).values())
 
 
 def flights(folder: Path, size: Size) -> tc.PassDataset:
@@ -143,7 +138,7 @@ class Case:
                 == (b.rows_read, b.bytes_read, b.rows_written, b.bytes_written)
                 for a, b in zip(said, reports, strict=passes is None)
             ),
-            "digest": "" if passes else digest(store, self.data),
+            "digest": "" if passes else digest_of(store, self.data),
         }
         shutil.rmtree(store)
         return found

@@ -8,7 +8,6 @@ and looks up keys in it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import resource
@@ -18,10 +17,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 TURN = 9
 """Passes of a turn with lookups, or without."""
@@ -38,7 +34,7 @@ def main(work: dict[str, Any]) -> dict[str, Any]:
 
     import tiercache as tc
     from benchmarks.disk_case import trainer_of
-    from benchmarks.machine import drop_cache, files_below
+    from benchmarks.machine import digest, drop_cache
 
     torch.set_num_threads(1)
     store, dataset = work.get("store"), tc.PassDataset.open(work["dataset"])
@@ -51,9 +47,7 @@ def main(work: dict[str, Any]) -> dict[str, Any]:
     def forget() -> None:
         """Drop all cached file pages, which are outside the memory limit."""
         for folder in (work["store"], work["dataset"]):
-            for path in files_below(Path(folder)):
-                if path.stat().st_size > 1 << 16:
-                    drop_cache(path)
+            drop_cache(Path(folder))
 
     asker = Asker(work) if work.get("lookups") else None
     step = trainer_of(cache, work["width"])
@@ -75,7 +69,7 @@ def main(work: dict[str, Any]) -> dict[str, Any]:
     last = max(begun)
     found = {
         "samples_per_second": samples[last] / (ended - begun[last]),
-        "dense_digest": digest(step.net.state_dict()),
+        "dense_digest": digest(tensor.numpy() for tensor in step.net.state_dict().values()),
     }
     if store is not None:
         found |= {
@@ -124,15 +118,6 @@ def look_up(store: str, rows: int) -> None:
         took = time.perf_counter() - begun
         print(took, flush=True)
         time.sleep(max(0.0, 1.0 - took))
-
-
-def digest(tensors: dict[str, torch.Tensor]) -> str:
-    """Return a digest of the bits of all tensors, and of their names."""
-    whole = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        whole.update(name.encode())
-        whole.update(tensor.detach().contiguous().numpy().tobytes())
-    return whole.hexdigest()
 
 
 if __name__ == "__main__":

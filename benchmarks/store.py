@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import store_runs as runs
-from benchmarks.machine import Goal, PeakMemory, benchmark, console, middle, say
+from benchmarks.machine import Goal, PeakMemory, benchmark, console, drop_cache, middle, say
 from benchmarks.store_cases import measure_commits, measure_cycle, measure_heap, measure_reads, measure_wide
 
 Rows = NDArray[np.float32]
@@ -141,7 +141,7 @@ def measure_lookup(case: runs.Case, engines: list[str], folder: Path) -> dict[st
     memory, expected, equal = dict.fromkeys(contenders, 0), contenders[engines[0]].rows(keys), True
     for _ in range(TURNS):
         for name, contender in contenders.items():
-            runs.drop_store(contender.path)
+            drop_cache(contender.path)
             contender.open()
             with PeakMemory() as peak:
                 begun = time.perf_counter()

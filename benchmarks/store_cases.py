@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import time
-import tracemalloc
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 
 from benchmarks import store_runs as runs
 from benchmarks.disk_raw import BareDisk, Replay, Span, slot_bytes
-from benchmarks.machine import PeakMemory, files_below, middle, of_process
+from benchmarks.machine import PeakMemory, drop_cache, files_below, middle, of_process
 from benchmarks.store_runs import PASSES, RAW_SLOTS, SEGMENTS, Case, Cycle, Dump, wide
 from tiercache.store import NEVER, SGD, Range, SegmentLayout, Store, Table, Zeros, hash_keys, info, verify
 from tiercache.store.row_codec import blocks_of
@@ -63,7 +62,7 @@ def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verifica
         figures[f"{engine}_bytes_read_per_useful_byte"] = run.bytes_read / run.bytes_useful
         run.store.close()  # and delete all dead blobs
         figures[f"{engine}_file_bytes"] = sum(f.stat().st_size for f in files_below(run.path))
-        figures[f"{engine}_layout_bytes_per_gb"] = layout_bytes(run.path) / (PASSES * case.pass_bytes / 1e9)
+        figures[f"{engine}_layout_bytes_per_gb"] = runs.opened_bytes(run.path) / (PASSES * case.pass_bytes / 1e9)
         if verifications:
             figures |= _verification(disk, run, dumps, verifications)
     shutil.rmtree(run.path)
@@ -142,7 +141,7 @@ def _verification(disk: BareDisk, run: runs.StoreRun, dumps: Sequence[Dump], tur
 
 
 def _verify(path: Path) -> float:
-    runs.drop_store(path)
+    drop_cache(path)
     begun = time.perf_counter()
     problems = verify(path)["problems"]
     assert not problems, problems
@@ -154,7 +153,7 @@ def measure_reads(engine: str, rows: int, folder: Path) -> dict[str, Any]:
     large, small = folder / f"reads-{engine}.tc", folder / f"small-{engine}.tc"
     key = _write(large, engine, rows)
     _write(small, engine, SMALL_BYTES // TABLE.row_bytes)
-    runs.drop_store(large)
+    drop_cache(large)
     command = [sys.executable, "-m", "benchmarks.store_cases", str(small), str(large), str(key)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -205,24 +204,7 @@ def _dump(store: Store, pass_index: int, blocks: int) -> None:
         row_bytes=TABLE.row_bytes, page_rows=BLOCK_ROWS // 2, block_bytes=BLOCK_ROWS * TABLE.row_bytes,
     )  # fmt: skip
     keys, zeros = np.arange(layout.rows) + pass_index * layout.rows, np.zeros(layout.block_bytes, np.uint8)
-    store.append(
-        pass_index,
-        [layout],
-        (
-            (0, block, zeros[: layout.bytes_of_block(block)], keys[slice(*layout.rows_of_block(block))])
-            for block in range(layout.num_blocks)
-        ),
-    )
-
-
-def layout_bytes(path: Path) -> int:
-    """Return the memory of an open store."""
-    tracemalloc.start()
-    try:
-        with Store.open(path, mode="r"):
-            return tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
+    runs.append(store, pass_index, layout, keys, zeros)
 
 
 def _look_up(path: Path, key: int) -> tuple[int, int]:

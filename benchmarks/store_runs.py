@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import shutil
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.disk_raw import Span, blocks_of, reads_of, slot_bytes
-from benchmarks.machine import drop_cache, files_below, middle, process_bytes_read
+from benchmarks.machine import drop_cache, middle, process_bytes_read
 from tiercache.planning.budgets import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
 from tiercache.rows.store_kernels import COMPUTE
 from tiercache.store import Cursor, Range, RowWiseAdagrad, Segment, SegmentLayout, Store, Table, Zeros, hash_keys
@@ -178,13 +178,6 @@ def wide(case: Case, passes: int) -> Iterator[Dump]:
         yield Dump.of(case, pass_index, by_use)
 
 
-def drop_store(path: Path) -> None:
-    """Drop the cached pages of all files of a store."""
-    for file in files_below(path):
-        with contextlib.suppress(FileNotFoundError):
-            drop_cache(file)
-
-
 def warm_kernels() -> None:
     """Compile the kernels of stores before timing."""
     COMPUTE.checksums([(np.zeros(64, np.uint8), np.array([0, 32, 64]))])
@@ -195,6 +188,29 @@ def warm_kernels() -> None:
 def publish(store: Store, pass_index: int) -> None:
     """Commit before ``pass_index``."""
     store.publish(Cursor(pass_index, 0), state=b"", schedule_digest="", settings={}, environment={})
+
+
+def append(
+    store: Store, pass_index: int, layout: SegmentLayout, keys: NDArray[np.int64], data: NDArray[np.uint8], *,
+    room: int = 0, stable: bool = False,
+) -> None:  # fmt: skip
+    """Append a dump, with block i from byte ``i * room`` of ``data``; by default all blocks are the same bytes."""
+    bounds = map(layout.rows_of_block, range(layout.num_blocks))
+    blocks = (
+        (0, block, data[block * room :][: (high - low) * layout.row_bytes], keys[low:high])
+        for block, (low, high) in enumerate(bounds)
+    )
+    store.append(pass_index, [layout], blocks, stable=stable)
+
+
+def opened_bytes(path: Path) -> int:
+    """Return the memory of an open store."""
+    tracemalloc.start()
+    try:
+        with Store.open(path, mode="r"):
+            return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
 
 
 class HostPages:
@@ -249,12 +265,8 @@ class StoreRun:
 
     def append(self, dump: Dump, source: HostPages) -> None:
         """Append the dump of a pass, each of its blocks from a page boundary of ``source``."""
-        layout, room = dump.layout, paged(dump.layout.block_bytes)
-        blocks = (
-            (0, block, source.data[block * room :][: (high - low) * layout.row_bytes], dump.keys[low:high])
-            for block, (low, high) in enumerate(map(layout.rows_of_block, range(layout.num_blocks)))
-        )
-        self.store.append(dump.pass_index, [layout], blocks, stable=True)
+        room = paged(dump.layout.block_bytes)
+        append(self.store, dump.pass_index, dump.layout, dump.keys, source.data, room=room, stable=True)
 
     def load(self, pass_index: int, room: HostPages) -> float:
         """Load the rows with next use ``pass_index`` into ``room``, cold, and check them; return the seconds."""
@@ -265,7 +277,7 @@ class StoreRun:
             for index, rows in enumerate(layout.ranges)
             if rows.next_use == pass_index
         ]
-        drop_store(self.path)
+        drop_cache(self.path)
         useful, read = self.store.counters.row_bytes_read, process_bytes_read()
         begun = time.perf_counter()
         wanted: list[Pages] = []

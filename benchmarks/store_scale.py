@@ -16,15 +16,15 @@ rewrite_writes_5000_over_1. There are peers for none of these: no other system t
 from __future__ import annotations
 
 import time
-import tracemalloc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.machine import Goal, benchmark, middle, say
+from benchmarks.machine import Goal, benchmark, middle, say, seconds_of
+from benchmarks.store_runs import append, opened_bytes, publish
 from tiercache.store import NEVER, SGD, Cursor, MemoryEngine, Range, SegmentLayout, Store, Table, Zeros, hash_keys
 from tiercache.store import rewrite as rewriting
 from tiercache.store.bits import keys_of
@@ -65,16 +65,6 @@ QUICK = Size(tables=(26,), tries=5, rewritten_rows=200_000, memory_bytes=4 << 20
 TINY = Size(tables=(2,), tries=1, rewritten_rows=20_000, memory_bytes=1 << 20)
 
 
-def seconds_of(call: Callable[[int], object], tries: int) -> float:
-    """Return the median seconds of calls, each of which gets its number."""
-    found = []
-    for number in range(tries):
-        begun = time.perf_counter()
-        call(number)
-        found.append(time.perf_counter() - begun)
-    return middle(found)
-
-
 # -- passes ----------------------------------------------------------------------------------------------
 
 
@@ -86,15 +76,7 @@ def dump(store: Store, pass_index: int, num_passes: int) -> None:
         [Range(use, (1,) * len(tables)) for use in uses], row_bytes=4, page_rows=4096, block_bytes=1 << 20
     )
     keys = np.arange(layout.rows, dtype=np.int64) + pass_index * layout.rows
-    rows = np.zeros(4 * layout.rows, np.uint8)
-    bounds = [layout.rows_of_block(block) for block in range(layout.num_blocks)]
-    blocks = ((0, i, rows[4 * low : 4 * high], keys[low:high]) for i, (low, high) in enumerate(bounds))
-    store.append(pass_index, [layout], blocks)
-
-
-def publish(store: Store, pass_index: int) -> None:
-    """Commit before a pass."""
-    store.publish(Cursor(pass_index), state=b"", schedule_digest="scale", settings={}, environment={})
+    append(store, pass_index, layout, keys, np.zeros(layout.block_bytes, np.uint8))
 
 
 def measure_passes(folder: Path, num_passes: int, num_tables: int, tries: int) -> dict[str, float]:
@@ -115,11 +97,11 @@ def measure_passes(folder: Path, num_passes: int, num_tables: int, tries: int) -
             begun = time.perf_counter()
             publish(store, pass_index + 1)
             commits.append(time.perf_counter() - begun)
-    opened = seconds_of(lambda _: Store.open(path, mode="r").close(), tries)
-    tracemalloc.start()
+    opened, mib = (
+        middle(seconds_of(lambda _: Store.open(path, mode="r").close(), tries)),
+        opened_bytes(path) / (1 << 20),
+    )
     with Store.open(path, mode="r") as store:
-        mib = tracemalloc.get_traced_memory()[0] / (1 << 20)
-        tracemalloc.stop()
         store.key_memory = None
         rows, newest = num_passes * num_tables, num_passes + tries - 1
         names = [table.name for table in store.groups[0].tables]
@@ -132,8 +114,8 @@ def measure_passes(folder: Path, num_passes: int, num_tables: int, tries: int) -
             store.lookup(names[number % num_tables], np.array([row]))
 
         missing = np.array([-1])
-        first = seconds_of(lambda _: store.lookup(names[0], missing, missing="zeros"), 1)
-        one_key = seconds_of(look, 4 * tries)
+        (first,) = seconds_of(lambda _: store.lookup(names[0], missing, missing="zeros"), 1)
+        one_key = middle(seconds_of(look, 4 * tries))
     return {
         "open_seconds": opened, "open_mib": mib, "first_key_seconds": first, "one_key_seconds": one_key,
         "commit_seconds": middle(commits),
@@ -227,9 +209,8 @@ def measure_rows(terabytes: float, tries: int) -> dict[str, float]:
             np.random.default_rng(1).integers(0, rows, 4 * tries + 1).astype(np.uint64) * np.uint64((1 << 64) // rows),
             LARGE.table_id,
         )
-        first = seconds_of(lambda _: store.lookup("large", keys[:1]), 1)
-        one_key = seconds_of(lambda number: store.lookup("large", keys[number + 1 : number + 2]), 4 * tries)
-    return {"first_key_seconds": first, "one_key_seconds": one_key}
+        first, *others = seconds_of(lambda number: store.lookup("large", keys[number : number + 1]), keys.size)
+    return {"first_key_seconds": first, "one_key_seconds": middle(others)}
 
 
 # -- rewrites --------------------------------------------------------------------------------------------
@@ -263,16 +244,11 @@ def rewrite_writes(folder: Path, rows: int, num_passes: int, memory_bytes: int) 
     layout = SegmentLayout.of(
         [Range(NEVER, (rows,))], row_bytes=table.row_bytes, page_rows=64, block_bytes=table.row_bytes << 12
     )
-    zeros = np.zeros(layout.block_bytes, np.uint8)
-    bounds = [layout.rows_of_block(block) for block in range(layout.num_blocks)]
     before = rewriting.REWRITE_BYTES
     rewriting.REWRITE_BYTES = memory_bytes
     try:
         with Store.open(folder / f"rewrite-{num_passes}.tc", tables=[table]) as store:
-            blocks = (
-                (0, i, zeros[: (high - low) * table.row_bytes], keys[low:high]) for i, (low, high) in enumerate(bounds)
-            )
-            store.append(-1, [layout], blocks)
+            append(store, -1, layout, keys, np.zeros(layout.block_bytes, np.uint8))
             publish(store, 0)
             written = store.counters.spill_writes, store.counters.spill_bytes_written
             store.rewrite(Uses(keys, num_passes), schedule_digest="scale", retain_segments=False)

@@ -212,7 +212,7 @@ class TieredRun(CacheRun):
         return super().train_pass(**how)
 
     def _drop_after(self, report: PassReport) -> None:
-        if report.durable.wait(timeout=60) and self.file is not None and self.file.exists():
+        if report.durable.wait(timeout=60) and self.file is not None:
             drop_cache(self.file)
 
     def seconds(self, window: range) -> tuple[float, int]:
