@@ -4,7 +4,7 @@ The published model (Naumov et al. 2019): a bottom MLP for 13 dense features, a 
 products of all pairs, and a top MLP. The files are those of Criteo, tab-separated, with a label; without ``--data``
 they are made: categories follow power laws as in Merlin's synthetic models, and labels depend on hidden effects of
 both kinds of features. The rows are out of core: the device holds one pass. It prints samples per second and, for a
-day that was not trained, the area under the ROC curve. ``python -m benchmarks.out_of_core`` trains Merlin's models.
+day that was not trained, the area under the ROC curve. ``benchmarks.synthetic_models`` trains Merlin's models.
 """
 
 from __future__ import annotations
