@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
-from benchmarks.machine import Goal, Run, benchmark, middle
+from benchmarks.machine import Goal, Run, benchmark, middle, python
 from tiercache.dist.communicator import AnyCommunicator, communicator_of
 from tiercache.dist.exchange import RowExchange
 from tiercache.dist.requests import ExchangedInput, InputDist, LocalInput
@@ -255,9 +255,9 @@ def be_a_rank(shape: Shape, turns: int, warm_up: int) -> None:
 
 def measure(shape: str, turns: int, warm_up: int) -> list[dict[str, Any]]:
     """Run the ranks; return the results of each. Raises CalledProcessError if one of them failed."""
-    ranks = ["--standalone", "--nproc-per-node", str(NUM_RANKS), "-m", "benchmarks.exchange", "--rank", shape]
+    ranks = ["--standalone", "--nproc-per-node", NUM_RANKS, "-m", "benchmarks.exchange", "--rank", shape]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *ranks, str(turns), str(warm_up)],
+        python("torch.distributed.run", *ranks, turns, warm_up),
         stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"},
         cwd=Path(__file__).parents[1], timeout=LIMIT_SECONDS, check=True,
     )  # fmt: skip

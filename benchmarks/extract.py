@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
-from benchmarks.machine import Goal, PeakMemory, benchmark
+from benchmarks.machine import Goal, benchmark, peak_memory
 from tiercache.kernels.cpu.compile import prepare
 
 COLUMNS = 26
@@ -139,7 +139,7 @@ def measure_peak(folder: Path) -> dict[str, Any]:
     write_data(path, 10 * _LIMIT // (8 * 8), sizes, compression="none", use_dictionary=False)
     short = tc.Schema(features=tuple(tc.Feature(name=name) for name in names), tables=schema_of("i").tables[:8])
     prepare()  # load libraries and compile kernels first
-    with PeakMemory(anonymous=True) as peak:
+    with peak_memory(anonymous=True) as peak:
         tc.extract(path, short, folder / "large", device_budget="8MiB", memory_limit=_LIMIT, progress=False)
     return {"peak_over_limit": peak.growth_bytes / _LIMIT}
 

@@ -34,7 +34,7 @@ from benchmarks import gpu_step as resident
 from benchmarks.device import TrainingDevice, open_device
 from benchmarks.gpu_step import Keep
 from benchmarks.idle_gpu import idle_backend
-from benchmarks.machine import console, say, shown, table_of
+from benchmarks.machine import say, show_figures
 
 MOST_SECONDS = 540
 
@@ -136,10 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = json.loads(path.read_text()) if path.exists() else {}
         found = {"ended": ended[name], "seconds": round(time.monotonic() - since, 1), **found}
         write(path, found)
-        table = table_of(name, "", "")
-        for key, value in found.items():
-            table.add_row(key, shown(key, value))
-        console.print(table, markup=False)
+        show_figures(name, found)
     bad = {name: how for name, how in ended.items() if how != "done"}
     took = time.monotonic() - begun
     say(f"{len(ended) - len(bad)} parts of {len(ended)} done in {took:.0f} s; not done: {bad or 'none'}")

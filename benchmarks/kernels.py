@@ -32,7 +32,7 @@ from typing import Any
 
 from benchmarks import kernel_cases as cases
 from benchmarks.kernel_machines import Measured, ShimMachine, open_machine
-from benchmarks.machine import Goal, Run, benchmark, console, say
+from benchmarks.machine import ON_DEVICE, Goal, Run, benchmark, console, say
 from tiercache.errors import CudaError
 from tiercache.kernels.cuda import cupy_device as cuda
 
@@ -108,9 +108,7 @@ def dry(record: dict[str, Any], *architectures: str) -> None:
 
 
 if __name__ == "__main__":
-    device: dict[str, Any] = {"choices": ("cpu", "cuda"), "help": "default: cuda if there is a GPU"}
-    dry_run: dict[str, Any] = {"action": "store_true", "help": "no GPU: compile, and run each operation on the CPU"}
-    with benchmark("kernels", __doc__, "8,192 samples and small tables", GOALS, device=device, dry=dry_run) as run:
+    with benchmark("kernels", __doc__, "8,192 samples and small tables", GOALS, **ON_DEVICE) as run:
         if run.options.dry:
             dry(run.record, *(("sm_90",) if run.options.tiny else cuda.ARCHITECTURES))
         else:

@@ -11,6 +11,7 @@ import gc
 import hashlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -18,12 +19,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import psutil
 from rich.console import Console
@@ -63,12 +65,19 @@ class Goal:
         return "least" if self.least is not None and sign * value >= sign * self.least else "missed"
 
 
+ON_DEVICE: dict[str, dict[str, Any]] = {
+    "device": {"choices": ("cpu", "cuda"), "help": "default: cuda if there is a GPU"},
+    "dry": {"action": "store_true", "help": "no GPU: run the CUDA sources on the CPU, at the smallest size"},
+}
+"""Options of benchmarks that run on a GPU too."""
+
+
 class Run:
     """A run of a benchmark: its options, a folder on the measured disk, and its figures so far."""
 
-    def __init__(self, name: str, options: argparse.Namespace, given: Sequence[str], goals: Sequence[Goal]) -> None:
+    def __init__(self, name: str, options: argparse.Namespace, goals: Sequence[Goal]) -> None:
         self.name, self.options, self.goals = name, options, goals
-        self.record = environment(f"benchmarks.{name}", given)
+        self.record = environment(f"benchmarks.{name}", sys.argv[1:])
         self.record["size"] = next((form for form in ("dry", "tiny", "quick") if getattr(options, form, False)), "full")
         self.is_judged = True
         """False: goals are of another machine, or of a larger batch, and have no verdict."""
@@ -89,10 +98,8 @@ class Run:
 
     def show(self) -> None:
         """Print the figures, and those with a goal with their verdicts."""
-        record, table = self.record, table_of(f"{self.name}, size {self.record['size']}", "", "")
-        for key, value in list(record.items())[self._facts :]:
-            table.add_row(key, shown(key, value))
-        console.print(table)
+        record = self.record
+        show_figures(f"{self.name}, size {record['size']}", dict(list(record.items())[self._facts :]))
         table = table_of("what was promised", "figure", "reached", "goal", "at least", "verdict")
         for goal in self.goals:
             value, sign = record.get(goal.key), "<= " if goal.below else ""
@@ -115,12 +122,7 @@ class Run:
 
 @contextlib.contextmanager
 def benchmark(
-    name: str,
-    description: str | None,
-    quick: str,
-    goals: Sequence[Goal],
-    arguments: Sequence[str] | None = None,
-    **more: dict[str, Any],
+    name: str, description: str | None, quick: str, goals: Sequence[Goal], **more: dict[str, Any]
 ) -> Iterator[Run]:
     """Read the command line; at the end delete the folder, and print and write the figures.
 
@@ -133,8 +135,7 @@ def benchmark(
     parser.add_argument("--folder", type=Path, help="on the disk to measure, for data that are deleted at the end")
     for option, how in more.items():
         parser.add_argument(f"--{option}", **how)
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    run = Run(name, parser.parse_args(given), given, goals)
+    run = Run(name, parser.parse_args(), goals)
     begun = time.perf_counter()
     try:
         yield run
@@ -181,6 +182,14 @@ def table_of(title: str, *columns: str) -> Table:
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
     return table
+
+
+def show_figures(title: str, figures: Mapping[str, Any]) -> None:
+    """Print figures as a table."""
+    table = table_of(title, "", "")
+    for key, value in figures.items():
+        table.add_row(key, shown(key, value))
+    console.print(table, markup=False)
 
 
 def shown(key: str, value: Any) -> str:
@@ -268,36 +277,65 @@ def keep_freed_memory() -> None:
     libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 
-class PeakMemory:
-    """The peak growth of this process's resident memory between enter and exit."""
+@contextlib.contextmanager
+def peak_memory(*, anonymous: bool = False) -> Iterator[Any]:
+    """Yield an object that gets the peak growth of this process's resident memory, ``growth_bytes``.
 
-    def __init__(self, *, anonymous: bool = False) -> None:
-        """anonymous: True to leave out mapped files; a thread then looks every few milliseconds."""
-        self.growth_bytes = 0
-        self._done = threading.Event()
-        self._watch = threading.Thread(target=self._watched, daemon=True) if anonymous else None
+    anonymous: True to leave out mapped files; a thread then looks every few milliseconds.
+    """
+    peak, done = SimpleNamespace(growth_bytes=0), threading.Event()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # memory freed by earlier work must not hide new allocations
+    Path("/proc/self/clear_refs").write_text("5")
+    before = of_process("status")["RssAnon" if anonymous else "VmRSS"]
 
-    def __enter__(self) -> Self:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # memory freed by earlier work must not hide new allocations
-        Path("/proc/self/clear_refs").write_text("5")
-        self._before = of_process("status")["VmRSS" if self._watch is None else "RssAnon"]
-        if self._watch is not None:
-            self._watch.start()
-        return self
+    def watch() -> None:
+        while not done.wait(0.005):
+            peak.growth_bytes = max(peak.growth_bytes, of_process("status")["RssAnon"] - before)
 
-    def _watched(self) -> None:
-        while not self._done.wait(0.005):
-            self.growth_bytes = max(self.growth_bytes, of_process("status")["RssAnon"] - self._before)
+    watcher = threading.Thread(target=watch, daemon=True)
+    if anonymous:
+        watcher.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+    if anonymous:
+        watcher.join()
+    else:
+        peak.growth_bytes = max(0, of_process("status")["VmHWM"] - before)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._done.set()
-        if self._watch is None:
-            self.growth_bytes = max(0, of_process("status")["VmHWM"] - self._before)
-        else:
-            self._watch.join()
+
+def in_child(
+    target: Callable[..., Any], *arguments: Any, ended: int = 0, watch: Callable[[int], object] = lambda _: None
+) -> Any:
+    """Run a function in a new process and return its result; None if the process is killed.
+
+    ended: the expected exit status. watch: called with the process id every 20 ms. Raises RuntimeError if the process
+    does not end as expected.
+    """
+    context = multiprocessing.get_context("spawn")
+    results, result = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(result, target, *arguments))
+    process.start()
+    result.close()
+    while not results.poll(0.02):
+        watch(process.pid or 0)
+    with results, contextlib.suppress(EOFError):
+        found = results.recv()
+    process.join()
+    if process.exitcode != ended:
+        raise RuntimeError(f"a child ended with {process.exitcode}, not {ended}")
+    return found if ended == 0 else None
+
+
+def _send(result: Connection, target: Callable[..., Any], *arguments: Any) -> None:
+    result.send(target(*arguments))
+
+
+def python(module: str, *arguments: object) -> list[str]:
+    """Return the command that runs a module in a child process."""
+    return [sys.executable, "-W", "ignore", "-m", module, *map(str, arguments)]
 
 
 def file_system(path: Path) -> str:

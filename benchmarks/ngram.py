@@ -41,7 +41,7 @@ from torch import nn
 import tiercache as tc
 from benchmarks.budgets import Budgets, rows_held
 from benchmarks.device import CPU, TrainingDevice
-from benchmarks.machine import Goal, PeakMemory, benchmark, keep_freed_memory, middle, say, seconds_of
+from benchmarks.machine import Goal, benchmark, keep_freed_memory, middle, peak_memory, say, seconds_of
 from benchmarks.training import CacheRun
 from benchmarks.window import same_rows
 from tiercache.train.raw_keys import IndexPlan
@@ -188,13 +188,13 @@ def measure_training(size: Size, folder: Path, device: TrainingDevice = CPU) -> 
         for at in range(0, 8 * size.batch, size.batch)
     ]
     step_seconds(_dense(size, grams, device), batches, device)  # allocates what stays, such as the threads' memory
-    with PeakMemory(anonymous=True) as steps:
+    with peak_memory(anonymous=True) as steps:
         dense = _dense(size, grams, device)
         step_seconds(dense, batches, device)
     memory = tc.InMemoryCache(
         data, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), device=device.open()
     )
-    with PeakMemory(anonymous=True) as peak:
+    with peak_memory(anonymous=True) as peak:
         tiered = tc.TierCache(
             folder / "store", data, model=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1),
             device=device.open(), device_budget=budgets.device + index, host_budget=budgets.host, eval_budget=0,

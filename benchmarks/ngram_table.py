@@ -16,7 +16,6 @@ peak_over_limit = largest resident memory of the trainings / the limit
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -32,7 +31,7 @@ from safetensors import safe_open
 from torch import nn
 
 import tiercache as tc
-from benchmarks.machine import Goal, benchmark, digest, of_process, say
+from benchmarks.machine import Goal, benchmark, digest, in_child, of_process, say
 from benchmarks.ngram import text_tokens
 from tiercache.sizes import parse_bytes
 from tiercache.store.inspect import file_bytes_of
@@ -110,7 +109,7 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), (x[:, 1:] % TARGETS).flatten())
 
 
-def train(size: Size, folder: Path, name: str, kill_at: int | None) -> None:
+def train(size: Size, folder: Path, name: str, kill_at: int | None = None) -> dict[str, Any]:
     """Train one epoch in this process, whose memory is limited from now on; ``kill_at``: a pass to be killed in."""
     limit = parse_bytes(size.limit)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -137,7 +136,7 @@ def train(size: Size, folder: Path, name: str, kill_at: int | None) -> None:
                     cache.reports[-2].durable.wait()
                     os.kill(os.getpid(), signal.SIGKILL)
         cache.drain()
-        figures = {
+        return {
             "seconds": time.perf_counter() - begun,
             "passes": len(cache.reports),
             "rows_begun": sum(report.checkpoint_rows for report in cache.reports),
@@ -149,20 +148,6 @@ def train(size: Size, folder: Path, name: str, kill_at: int | None) -> None:
             "last_loss": float(np.mean(losses[-10:])),
             "peak_bytes": of_process("status")["VmHWM"],
         }
-    (folder / f"{name}.json").write_text(json.dumps(figures))
-
-
-def trained(size: Size, folder: Path, name: str, kill_at: int | None = None) -> dict[str, Any]:
-    """Run ``train`` in a new process; returns its figures, none if it was killed."""
-    process = multiprocessing.get_context("spawn").Process(target=train, args=(size, folder, name, kill_at))
-    process.start()
-    process.join()
-    if kill_at is not None:
-        assert process.exitcode == -signal.SIGKILL, f"the training ended with {process.exitcode}"
-        return {}
-    assert process.exitcode == 0, f"the training ended with {process.exitcode}"
-    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
-    return found
 
 
 def digest_of(store: Path) -> str:
@@ -220,10 +205,10 @@ def measure(size: Size, folder: Path) -> dict[str, Any]:
     recorded = time.perf_counter() - begun
     touched = np.unique(np.concatenate([one.keys("gram") for one in data.passes])).size
     say(f"{len(data)} passes, {touched:,} rows are used")
-    whole = trained(size, folder, "whole")
+    whole = in_child(train, size, folder, "whole")
     say(f"trained in one go: {whole['seconds']:.0f} s, loss {whole['first_loss']:.3f} to {whole['last_loss']:.3f}")
-    trained(size, folder, "resumed", kill_at=len(data) // 2)
-    resumed = trained(size, folder, "resumed")
+    in_child(train, size, folder, "resumed", len(data) // 2, ended=-signal.SIGKILL)
+    resumed = in_child(train, size, folder, "resumed")
     say(f"killed in pass {len(data) // 2} and resumed: {resumed['seconds']:.0f} s more")
     overlay = folder / "overlay.safetensors"
     exported = tc.export_overlay(folder / "resumed", overlay)

@@ -28,28 +28,25 @@ rows_different = rows that are not the same bit by bit in both stores; bits_equa
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import signal
 import statistics
 import subprocess
-import sys
-import time
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import tiercache as tc
 from benchmarks.budgets import device_need
 from benchmarks.drawn_passes import permuted_power_law, schema_of, write_drawn
-from benchmarks.machine import Goal, benchmark, files_below, of_process, say
-from benchmarks.scale_worker import TURN
+from benchmarks.machine import Goal, benchmark, files_below, in_child, of_process, python, say
+from benchmarks.scale_worker import TURN, train
 from tests.datasets import raw_batch
 from tiercache.data.dataset import PassDataset
 from tiercache.data.raw_batch import RawBatch
@@ -58,7 +55,6 @@ from tiercache.store.segment import Segment
 
 TABLE, DIM = "items", 128
 WATCHED = ("RssAnon", "RssShmem", "RssFile", "VmData")
-WATCH_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,33 +102,27 @@ def write_walk(folder: Path, size: Size) -> PassDataset:
     return write_drawn(folder, SCHEMA, size.passes, partial(walk, size.rows, size.samples))
 
 
-@dataclass(frozen=True, slots=True)
-class Child:
+class Child(NamedTuple):
     """The result of a child process."""
 
-    returned: int
+    found: dict[str, Any]
+    """Its measurements; none if it was killed."""
     peaks: Mapping[str, int]
     """The peak of each kind of memory, in bytes; Resident: without file pages."""
-    found: dict[str, Any]
-    """Its output at the end; empty if it was killed."""
-    said: str
 
 
-def watched(work: Mapping[str, Any], out: Path) -> Child:
-    """Run `benchmarks.scale_worker` in a child process and watch its memory until it ends."""
-    out.unlink(missing_ok=True)
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.scale_worker", json.dumps({**work, "out": str(out)})]
-    errors = out.with_suffix(".err")
+def watched(work: Mapping[str, Any], ended: int = 0) -> Child:
+    """Train in a child process and watch its memory. Raises RuntimeError if it does not end as expected."""
     peaks = dict.fromkeys((*WATCHED, "Resident"), 0)
-    with errors.open("wb") as stderr, subprocess.Popen(command, stderr=stderr, cwd=Path(__file__).parents[1]) as child:
-        while child.poll() is None:
-            seen = of_process("status", child.pid)
-            for name in WATCHED:
-                peaks[name] = max(peaks[name], seen.get(name, 0))
-            peaks["Resident"] = max(peaks["Resident"], seen.get("RssAnon", 0) + seen.get("RssShmem", 0))
-            time.sleep(WATCH_SECONDS)
-    said = errors.read_text(errors="replace")
-    return Child(child.returncode, peaks, json.loads(out.read_text()) if out.exists() else {}, said)
+
+    def watch(process: int) -> None:
+        seen = of_process("status", process)
+        seen["Resident"] = seen.get("RssAnon", 0) + seen.get("RssShmem", 0)
+        for name in peaks:
+            peaks[name] = max(peaks[name], seen.get(name, 0))
+
+    found = in_child(train, work, ended=ended, watch=watch)
+    return Child(found or {}, peaks)
 
 
 def compared(first: Path, second: Path) -> tuple[int, int]:
@@ -238,7 +228,7 @@ class Benchmark:
         few = Benchmark(replace(self.size, passes=4, samples=self.size.batch), self.folder / "few")
         write_walk(few.folder / "dataset", few.size)
         _command("plan", few.folder / "dataset", "-o", few.plan, "--optimize", "memory", "--quiet")
-        child = few.child(few.work("few.tc"))
+        child = watched(few.work("few.tc"))
         shutil.rmtree(few.folder)
         return child.peaks["VmData"] - int(child.found["device_bytes"] + child.found["host_bytes_peak"])
 
@@ -247,7 +237,7 @@ class Benchmark:
         say("a smaller model in memory")
         folder, size = self.folder / "small", replace(self.size, passes=self.size.memory_passes)
         write_walk(folder, size)
-        child = self.child({"dataset": str(folder), "batch": size.batch, "width": size.width, "epochs": size.epochs})
+        child = watched({"dataset": str(folder), "batch": size.batch, "width": size.width, "epochs": size.epochs})
         shutil.rmtree(folder)
         return float(child.found["samples_per_second"])
 
@@ -276,15 +266,7 @@ class Benchmark:
         """Train a store in a child under the limit, to its end or until it is killed."""
         is_killed = "die_in_pass" in more
         say(f"training of {store}" + (", to be killed" if is_killed else ""))
-        return self.child(self.work(store, limit=self.limit, **more), -signal.SIGKILL if is_killed else 0)
-
-    def child(self, work: dict[str, Any], expected: int = 0) -> Child:
-        """Run a job in a child. Raises RuntimeError if it does not end as expected."""
-        child = watched(work, self.folder / "child.json")
-        if child.returned != expected:
-            peaks = child.peaks
-            raise RuntimeError(f"the child ended with {child.returned}, not {expected}, after {peaks}:\n{child.said}")
-        return child
+        return watched(self.work(store, limit=self.limit, **more), -signal.SIGKILL if is_killed else 0)
 
     def different_rows(self) -> int:
         """Return the number of different rows in both stores."""
@@ -333,8 +315,7 @@ class Benchmark:
 
 
 def _command(*words: object) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tiercache.cli", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(python("tiercache.cli", *words), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"tiercache {words[0]} ended with {done.returncode}: {done.stderr}{done.stdout}")
 

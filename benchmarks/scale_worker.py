@@ -1,14 +1,7 @@
-"""The child process of `benchmarks.scale`: trains a store, or in memory, under a limit; kills itself if requested.
-
-It takes one argument, a JSON object: `dataset`, `out`, `batch`, `width`, `epochs`; `store` and `plan`, or neither for
-training in memory; `limit`, bytes of RLIMIT_DATA; `die_in_pass`, in the middle of which it kills itself; `lookups`:
-in every other turn of passes of the last epoch a process that this one starts opens the store once a second
-and looks up keys in it.
-"""
+"""The child processes of `benchmarks.scale`: trainings of a store, or in memory, and lookups next to them."""
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -19,14 +12,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import digest, drop_cache, middle, python
+
 TURN = 9
 """Passes of a turn with lookups, or without."""
 LOOKED_UP = 100
 """Keys of each lookup."""
 
 
-def main(work: dict[str, Any]) -> dict[str, Any]:
-    """Train, and return the measurements."""
+def train(work: dict[str, Any]) -> dict[str, Any]:
+    """Train under a limit, and return the measurements; the process kills itself if requested.
+
+    work: `dataset`, `batch`, `width`, `epochs`; `store` and `plan`, or neither for training in memory; `limit`, bytes
+    of RLIMIT_DATA; `die_in_pass`, in the middle of which it kills itself; `lookups`: in every other turn of passes of
+    the last epoch a process that this one starts opens the store once a second and looks up keys in it.
+    """
     limit = work.get("limit")
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # before anything is loaded
@@ -34,7 +34,6 @@ def main(work: dict[str, Any]) -> dict[str, Any]:
 
     import tiercache as tc
     from benchmarks.disk_case import trainer_of
-    from benchmarks.machine import digest, drop_cache
 
     torch.set_num_threads(1)
     store, dataset = work.get("store"), tc.PassDataset.open(work["dataset"])
@@ -87,8 +86,8 @@ class Asker:
     """A process that looks up keys in a store during training, in turns."""
 
     def __init__(self, work: dict[str, Any]) -> None:
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.scale_worker", "lookups", work["store"]]
-        self._process = subprocess.Popen([*command, str(work["lookups"])], stdout=subprocess.PIPE, text=True)
+        command = python("benchmarks.scale_worker", work["store"], work["lookups"])
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.turn(False)
 
     def turn(self, asking: bool) -> None:
@@ -99,8 +98,8 @@ class Asker:
         """End the process; return the number of lookups and their median seconds."""
         self.turn(True)
         self._process.terminate()
-        seconds = sorted(map(float, self._process.communicate()[0].split()))
-        return {"lookups": len(seconds), "lookup_seconds": seconds[len(seconds) // 2] if seconds else 0.0}
+        seconds = [*map(float, self._process.communicate()[0].split())]
+        return {"lookups": len(seconds), "lookup_seconds": middle(seconds or [0.0])}
 
 
 def look_up(store: str, rows: int) -> None:
@@ -121,7 +120,4 @@ def look_up(store: str, rows: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "lookups":
-        look_up(sys.argv[2], int(sys.argv[3]))
-    given = json.loads(sys.argv[1])
-    Path(given["out"]).write_text(json.dumps(main(given)))
+    look_up(sys.argv[1], int(sys.argv[2]))

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import store_runs as runs
-from benchmarks.machine import Goal, PeakMemory, benchmark, console, drop_cache, middle, say
+from benchmarks.machine import Goal, benchmark, console, drop_cache, middle, peak_memory, say
 from benchmarks.store_cases import measure_commits, measure_cycle, measure_heap, measure_reads, measure_wide
 
 Rows = NDArray[np.float32]
@@ -143,7 +143,7 @@ def measure_lookup(case: runs.Case, engines: list[str], folder: Path) -> dict[st
         for name, contender in contenders.items():
             drop_cache(contender.path)
             contender.open()
-            with PeakMemory() as peak:
+            with peak_memory() as peak:
                 begun = time.perf_counter()
                 found = contender.rows(keys)
                 seconds[name].append(time.perf_counter() - begun)

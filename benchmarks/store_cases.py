@@ -10,10 +10,7 @@ ENGINE_small_over_rows: bytes on disk of a store with 400 KiB of rows, over the 
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -25,7 +22,7 @@ from numpy.typing import NDArray
 
 from benchmarks import store_runs as runs
 from benchmarks.disk_raw import BareDisk, Replay, Span, slot_bytes
-from benchmarks.machine import PeakMemory, drop_cache, files_below, middle, of_process
+from benchmarks.machine import drop_cache, files_below, in_child, middle, of_process, peak_memory
 from benchmarks.store_runs import PASSES, RAW_SLOTS, SEGMENTS, Case, Cycle, Dump, wide
 from tiercache.store import NEVER, SGD, Range, SegmentLayout, Store, Table, Zeros, hash_keys, info, verify
 from tiercache.store.row_codec import blocks_of
@@ -110,7 +107,7 @@ def measure_heap(engine: str, case: Case, num_bytes: int, folder: Path) -> dict[
         (0, block, source.data[: int(size)], keys[: int(size) // case.row_bytes])
         for block, size in ((b, layout.bytes_of_block(b)) for b in range(layout.num_blocks))
     )
-    with PeakMemory() as peak:
+    with peak_memory() as peak:
         run.store.append(0, [layout], blocks, stable=True)
         runs.publish(run.store, 1)
     run.store.close()
@@ -154,9 +151,7 @@ def measure_reads(engine: str, rows: int, folder: Path) -> dict[str, Any]:
     key = _write(large, engine, rows)
     _write(small, engine, SMALL_BYTES // TABLE.row_bytes)
     drop_cache(large)
-    command = [sys.executable, "-m", "benchmarks.store_cases", str(small), str(large), str(key)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
+    found = in_child(_look_ups, small, large, key)
     small_bytes = sum(file.stat().st_blocks * 512 for file in files_below(small))
     for path in (large, small):
         shutil.rmtree(path)
@@ -219,7 +214,7 @@ def _look_up(path: Path, key: int) -> tuple[int, int]:
     return max(opened[kind] - begun[kind] for kind in kinds), max(done[kind] - opened[kind] for kind in kinds)
 
 
-if __name__ == "__main__":
-    _look_up(Path(sys.argv[1]), 0)
-    of_opening, of_key = _look_up(Path(sys.argv[2]), int(sys.argv[3]))
-    json.dump({"open_bytes": of_opening, "one_key_bytes": of_key}, sys.stdout)
+def _look_ups(small: Path, large: Path, key: int) -> dict[str, int]:
+    _look_up(small, 0)
+    opened, looked_up = _look_up(large, key)
+    return {"open_bytes": opened, "one_key_bytes": looked_up}

@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import Goal, benchmark, console
+from benchmarks.machine import Goal, benchmark, console, python
 from tests.crash import store_steps as steps
 from tiercache.store import Store, StoreError
 from tiercache.store.engines.lmdb_map import HEAD_KEY, LmdbFile, extents_of
@@ -235,15 +234,14 @@ def work(folder: Path, engine: str, copy: str) -> None:
 # -- the process that counts -----------------------------------------------------------------------------
 
 
-def outcomes(folder: Path, engine: str, flips: int, worker: int, step: int) -> Iterator[str]:
-    """Yield the outcome of each of a worker's bits; a worker that ended is replaced at the next bit."""
-    command = [sys.executable, "-m", "benchmarks.store_flips", "--worker", str(folder), engine]
+def outcomes(folder: Path, engine: str, flips: int, step: int, worker: int) -> list[str]:
+    """Return the outcome of each of a worker's bits; a worker that ended is replaced at the next bit."""
+    command = python("benchmarks.store_flips", "--worker", folder, engine, f"copy-{engine}-{worker}")
     process: subprocess.Popen[str] | None = None
+    found = []
     for index in range(worker, flips, step):
         if process is None:
-            process = subprocess.Popen(
-                [*command, f"copy-{engine}-{worker}"], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True
-            )
+            process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(f"{index}\n")
@@ -251,19 +249,16 @@ def outcomes(folder: Path, engine: str, flips: int, worker: int, step: int) -> I
         answered, _, _ = select.select([process.stdout], [], [], PATIENCE_SECONDS)
         line = process.stdout.readline() if answered else ""
         if line:
-            yield json.loads(line)
+            found.append(json.loads(line))
             continue
         process.kill()
         _, said = process.communicate()
-        yield f"crashes: exit status {process.returncode}: {said[-300:]}"
+        found.append(f"crashes: exit status {process.returncode}: {said[-300:]}")
         process = None
     if process is not None:
         process.kill()
         process.communicate()
-
-
-def _all_outcomes(folder: Path, engine: str, flips: int, worker: int) -> list[str]:
-    return list(outcomes(folder, engine, flips, worker, WORKERS))
+    return found
 
 
 def measure(size: Size, folder: Path) -> dict[str, Any]:
@@ -278,8 +273,7 @@ def measure(size: Size, folder: Path) -> dict[str, Any]:
         console.print(f"{engine}: {len(flips):,} bits", highlight=False)
 
         with ThreadPoolExecutor(WORKERS) as threads:
-            work_of = partial(_all_outcomes, folder, engine, len(flips))
-            every = list(threads.map(work_of, range(WORKERS)))
+            every = list(threads.map(partial(outcomes, folder, engine, len(flips), WORKERS), range(WORKERS)))
         for worker, all_said in enumerate(every):
             for one, said in zip(flips[worker::WORKERS], all_said, strict=True):
                 key, _, more = said.partition(": ")

@@ -97,10 +97,8 @@ def measure_passes(folder: Path, num_passes: int, num_tables: int, tries: int) -
             begun = time.perf_counter()
             publish(store, pass_index + 1)
             commits.append(time.perf_counter() - begun)
-    opened, mib = (
-        middle(seconds_of(lambda _: Store.open(path, mode="r").close(), tries)),
-        opened_bytes(path) / (1 << 20),
-    )
+    opened = middle(seconds_of(lambda _: Store.open(path, mode="r").close(), tries))
+    mib = opened_bytes(path) / (1 << 20)
     with Store.open(path, mode="r") as store:
         store.key_memory = None
         rows, newest = num_passes * num_tables, num_passes + tries - 1
@@ -235,7 +233,7 @@ class Uses:
             yield part, part % self._num_passes
 
 
-def rewrite_writes(folder: Path, rows: int, num_passes: int, memory_bytes: int) -> dict[str, float]:
+def rewrite_writes(folder: Path, rows: int, num_passes: int) -> dict[str, float]:
     """Return the writes to temporary files while rows enter a schedule, and their bytes."""
     say(f"{rows:,} rows enter a schedule of {num_passes} passes")
     table = Table(name="rows", dim=64, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
@@ -244,17 +242,12 @@ def rewrite_writes(folder: Path, rows: int, num_passes: int, memory_bytes: int) 
     layout = SegmentLayout.of(
         [Range(NEVER, (rows,))], row_bytes=table.row_bytes, page_rows=64, block_bytes=table.row_bytes << 12
     )
-    before = rewriting.REWRITE_BYTES
-    rewriting.REWRITE_BYTES = memory_bytes
-    try:
-        with Store.open(folder / f"rewrite-{num_passes}.tc", tables=[table]) as store:
-            append(store, -1, layout, keys, np.zeros(layout.block_bytes, np.uint8))
-            publish(store, 0)
-            written = store.counters.spill_writes, store.counters.spill_bytes_written
-            store.rewrite(Uses(keys, num_passes), schedule_digest="scale", retain_segments=False)
-            writes, num_bytes = store.counters.spill_writes, store.counters.spill_bytes_written
-    finally:
-        rewriting.REWRITE_BYTES = before
+    with Store.open(folder / f"rewrite-{num_passes}.tc", tables=[table]) as store:
+        append(store, -1, layout, keys, np.zeros(layout.block_bytes, np.uint8))
+        publish(store, 0)
+        written = store.counters.spill_writes, store.counters.spill_bytes_written
+        store.rewrite(Uses(keys, num_passes), schedule_digest="scale", retain_segments=False)
+        writes, num_bytes = store.counters.spill_writes, store.counters.spill_bytes_written
     return {"writes": float(writes - written[0]), "bytes": float(num_bytes - written[1])}
 
 
@@ -272,8 +265,9 @@ def measure(folder: Path, size: Size) -> dict[str, float]:
     for terabytes in TERABYTES:
         one = measure_rows(terabytes, size.tries)
         found |= {f"{name}_{terabytes}tb": value for name, value in one.items()}
+    rewriting.REWRITE_BYTES = size.memory_bytes
     for num_passes in (1, many):
-        one = rewrite_writes(folder, size.rewritten_rows, num_passes, size.memory_bytes)
+        one = rewrite_writes(folder, size.rewritten_rows, num_passes)
         found |= {f"rewrite_{name}_{num_passes}": value for name, value in one.items()}
     fewest, most = (f"{num_passes}x{size.tables[0]}" for num_passes in (passes[0], passes[-1]))
     return found | {

@@ -34,7 +34,7 @@ from typing import Any
 import tiercache as tc
 from benchmarks.budgets import Budgets, rows_held
 from benchmarks.device import TrainingDevice, open_device
-from benchmarks.machine import Goal, benchmark, say
+from benchmarks.machine import ON_DEVICE, Goal, benchmark, say
 from benchmarks.synthetic_case import DRY, FULL, MODELS, QUICK, TINY, Data, Size, dataset, trainer_of
 from benchmarks.training import CacheRun, TieredRun, Trainer
 from benchmarks.window import figures_of, open_store, same_rows, warm_window
@@ -126,10 +126,8 @@ class Benchmark:
 
 if __name__ == "__main__":
     quick = f"batches of {QUICK.batch:,} and one row in {QUICK.divisor} of each table"
-    dry: dict[str, Any] = {"action": "store_true", "help": "no GPU: the CUDA sources on the CPU, at the smallest size"}
-    device: dict[str, Any] = {"choices": ("cpu", "cuda"), "help": "default: cuda if there is a GPU"}
     models: dict[str, Any] = {"choices": tuple(MODELS), "required": True}
-    with benchmark("synthetic_models", __doc__, quick, (), model=models, device=device, dry=dry) as run:
+    with benchmark("synthetic_models", __doc__, quick, (), model=models, **ON_DEVICE) as run:
         name, amount = run.options.model, DRY if run.options.dry else run.size(FULL, QUICK, TINY)
         used = open_device(run.options.device, dry=run.options.dry)
         run.is_judged = amount is FULL and "H200" in used.name

@@ -104,7 +104,7 @@ def test_flips_that_show_another_row_or_end_the_process_are_told(
     flip = ("head", "HEAD", 4000, 1)
     assert store_flips.outcome(tmp_path / "lmdb", tmp_path / "copy", flip) == "right"
     (tmp_path / "lmdb.json").write_text(json.dumps([flip, ("head", "no file", 0, 0), flip]))
-    found = [said.partition(":")[0] for said in store_flips.outcomes(tmp_path, "lmdb", 3, 0, 1)]
+    found = [said.partition(":")[0] for said in store_flips.outcomes(tmp_path, "lmdb", 3, 1, 0)]
     assert found == ["right", "crashes", "right"]
     (name, (versions, uses)), *_ = store_flips.steps._RESULT.items()
     changed = versions.copy()
