@@ -135,8 +135,10 @@ class BareDisk:
         for path in self._paths:
             path.unlink()
 
-    def seconds(self, replay: Replay, *, memory: memoryview | None = None) -> float:
-        """Return the seconds of the epoch, starting with an empty page cache.
+    def seconds(
+        self, reads: Sequence[Span] = (), commits: Sequence[list[Span]] = (), *, memory: memoryview | None = None
+    ) -> float:
+        """Return the seconds of reads and commits at the same time, starting with an empty page cache.
 
         Reads go to consecutive places of ``memory`` and wrap around at its end; writes come from it in the same way.
         Without ``memory``, there is room for one read. Writes overwrite the contents of the file.
@@ -146,8 +148,8 @@ class BareDisk:
         start = threading.Barrier(3, timeout=60)  # a thread that cannot open its file never arrives
         with ThreadPoolExecutor(2) as threads:
             work = [
-                threads.submit(self._read, replay.reads, start, memory),
-                threads.submit(self._write, replay.commits, start, memory),
+                threads.submit(self._read, reads, start, memory),
+                threads.submit(self._write, commits, start, memory),
             ]
             start.wait()
             begun = time.perf_counter()
@@ -155,7 +157,7 @@ class BareDisk:
                 one.result()
             return time.perf_counter() - begun
 
-    def _read(self, spans: list[Span], start: threading.Barrier, memory: memoryview | None) -> None:
+    def _read(self, spans: Sequence[Span], start: threading.Barrier, memory: memoryview | None) -> None:
         most = max((span.size for span in spans), default=0) + 2 * PAGE_BYTES
         room = memoryview(mmap.mmap(-1, most)) if memory is None else memory
         handle = os.open(self._paths[0], os.O_RDONLY | os.O_DIRECT)
@@ -173,7 +175,7 @@ class BareDisk:
             at += size
         os.close(handle)
 
-    def _write(self, commits: list[list[Span]], start: threading.Barrier, memory: memoryview | None) -> None:
+    def _write(self, commits: Sequence[list[Span]], start: threading.Barrier, memory: memoryview | None) -> None:
         data = self._data if memory is None else memory
         blocks = os.open(self._paths[1], os.O_WRONLY | os.O_DIRECT)
         records = os.open(self._paths[2], os.O_WRONLY | os.O_CREAT)

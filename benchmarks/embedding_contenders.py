@@ -30,7 +30,7 @@ from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.samples import gather_samples
 
 OPTIMIZERS = ("adagrad", "rowwise", "adam")
-NUM_BATCHES, THREADS = 8, 2
+NUM_BATCHES, THREADS, COPY_BYTES = 8, 2, 256 << 20
 LEARNING_RATE = 0.01
 
 
@@ -266,12 +266,10 @@ class Fbgemm:
 
 
 class Copy:
-    """A copy of ``NUM_BYTES`` by all threads: the memory bandwidth of the machine."""
-
-    NUM_BYTES = 256 << 20
+    """A copy of ``COPY_BYTES`` by all threads: the memory bandwidth of the machine."""
 
     def __init__(self) -> None:
-        self._from, self._to = (torch.full((self.NUM_BYTES // 4,), float(i)) for i in range(2))
+        self._from, self._to = (torch.full((COPY_BYTES // 4,), float(i)) for i in range(2))
 
     def step(self, _number: int) -> None:
         self._to.copy_(self._from)

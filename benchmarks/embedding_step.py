@@ -28,8 +28,6 @@ import psutil
 from benchmarks import embedding_contenders as cases
 from benchmarks.machine import Goal, benchmark, middle, say
 
-COPY_BYTES = 2 * (256 << 20)
-"""Bytes read and written by a step of the contender "copy"."""
 PEERS = {"torch": ("adagrad", "adam"), "by_hand": ("rowwise",), "fbgemm": ("adagrad", "rowwise")}
 """The optimizers that each peer has."""
 SPEEDUPS = {
@@ -121,7 +119,7 @@ def figures_of(
     tail = f"{optimizer}_{shape.name}{allocator}"
     record: dict[str, Any] = {f"ms_{name}_{tail}": value for name, value in ms.items()}
     record |= {f"speedup_vs_{peer}_{tail}": ms[peer] / ms["ours"] for peer in PEERS if peer in ms}
-    copied = COPY_BYTES / ms["copy"]
+    copied = 2 * cases.COPY_BYTES / ms["copy"]  # read and written
     record[f"copy_bytes_per_second_{tail}"] = copied * 1e3
     for name, rows_once in (("share_of_copy_bandwidth", False), ("share_of_copy_bandwidth_rows_once", True)):
         moved = cases.bytes_to_move(shape, optimizer, distinct, rows_once=rows_once)

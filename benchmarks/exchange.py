@@ -27,7 +27,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +36,7 @@ from numpy.typing import NDArray
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
+from benchmarks.embedding_contenders import Shape
 from benchmarks.machine import Goal, Run, benchmark, middle, python
 from tiercache.dist.communicator import AnyCommunicator, communicator_of
 from tiercache.dist.exchange import RowExchange
@@ -66,23 +66,15 @@ GOALS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """Tables, each looked up by a feature with one id per sample, and a global batch."""
-
-    num_tables: int
-    rows: int
-    """Rows of each table in the pass."""
-    num_samples: int
-    """Samples of all ranks."""
-    dim: int
-
-
 SHAPES = {
-    "26x100k": Shape(num_tables=26, rows=100_000, num_samples=16384, dim=64),
-    "26x20k": Shape(num_tables=26, rows=20_000, num_samples=16384, dim=64),
-    "4xtiny": Shape(num_tables=4, rows=2_000, num_samples=1024, dim=16),
+    shape.name: shape
+    for shape in (
+        Shape(name="26x100k", num_tables=26, rows=100_000, num_samples=16384),
+        Shape(name="26x20k", num_tables=26, rows=20_000, num_samples=16384),
+        Shape(name="4xtiny", num_tables=4, num_features=4, rows=2_000, num_samples=1024, dim=16),
+    )
 }
+"""Tables of a pass, and the samples of all ranks."""
 NUM_BATCHES = 4
 
 

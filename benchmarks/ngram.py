@@ -28,7 +28,6 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ import tiercache as tc
 from benchmarks.budgets import Budgets, rows_held
 from benchmarks.device import CPU, TrainingDevice
 from benchmarks.machine import Goal, benchmark, keep_freed_memory, middle, peak_memory, say, seconds_of
-from benchmarks.training import CacheRun
+from benchmarks.training import CacheRun, in_turns
 from benchmarks.window import same_rows
 from tiercache.train.raw_keys import IndexPlan
 
@@ -205,10 +204,13 @@ def measure_training(size: Size, folder: Path, device: TrainingDevice = CPU) -> 
     first = TokenRun(memory, model, tokens, size.batch, device)
     first.turn(len(data))
     passes = size.turn_passes
-    seconds = _in_turns(size, first, second, partial(step_seconds, dense, batches, device))
+    of_dense = list[float]()
+    seconds = in_turns(
+        size.turns, passes, first, second, lambda _: of_dense.append(step_seconds(dense, batches, device))
+    )
     cores = torch.get_num_threads()
     torch.set_num_threads(1)
-    of_one_core = _in_turns(size, first, second, lambda: 0.0)
+    of_one_core = in_turns(size.turns, passes, first, second)
     torch.set_num_threads(cores)
     equal = same_rows(memory, tiered) and all(map(torch.equal, model.parameters(), other.parameters()))
     tiered.drain()
@@ -229,7 +231,7 @@ def measure_training(size: Size, folder: Path, device: TrainingDevice = CPU) -> 
     tiered.close()
     memory.close()
     step = sum(seconds["memory"]) / (passes * size.turns * len(tokens) / len(data) / size.batch)
-    figures["rows_share"] = 1 - middle(seconds["dense"]) / step
+    figures["rows_share"] = 1 - middle(of_dense) / step
     if device is not CPU:
         return figures
     figures["mib_of_steps"] = steps.growth_bytes / (1 << 20)
@@ -240,17 +242,6 @@ def measure_training(size: Size, folder: Path, device: TrainingDevice = CPU) -> 
             size.batch * size.length / step_seconds(make(size, fewer, folder), batches)
         )
     return figures
-
-
-def _in_turns(size: Size, first: TokenRun, second: TokenRun, dense: Callable[[], float]) -> dict[str, list[float]]:
-    """Train some passes in memory and out of core in turns; returns the seconds of each turn, and of a dense step."""
-    seconds: dict[str, list[float]] = {"memory": [], "tiered": [], "dense": []}
-    for turn in range(size.turns):
-        seconds["dense"].append(dense())
-        both = [("memory", first), ("tiered", second)]
-        for name, training in both if turn % 2 == 0 else both[::-1]:
-            seconds[name].append(training.turn(size.turn_passes))
-    return seconds
 
 
 def _ratio(seconds: dict[str, list[float]]) -> float:

@@ -67,7 +67,7 @@ class Size:
 FULL = Size(tokens=4_000_000, rows_per_head=20_000_000, dim=160, stripes=4096, length=500, batch=8,
             pass_bytes="640MiB", device="1GiB", host="1792MiB", limit="4GiB")  # fmt: skip
 QUICK = Size(tokens=60_000, rows_per_head=20_000_000, dim=160, stripes=4096, length=250, batch=8,
-             pass_bytes="32MiB", device="64MiB", host="256MiB", limit="4GiB")  # fmt: skip
+             pass_bytes="32MiB", device="64MiB", host="320MiB", limit="4GiB")  # fmt: skip
 TINY = Size(tokens=6_000, rows_per_head=2_000, dim=160, stripes=16, length=50, batch=8,
             pass_bytes="2MiB", device="4MiB", host="96MiB", limit="4GiB")  # fmt: skip
 

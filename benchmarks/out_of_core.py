@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +37,7 @@ from benchmarks.budgets import Budgets, rows_held
 from benchmarks.device import CPU
 from benchmarks.disk_raw import BareDisk, Replay
 from benchmarks.machine import Goal, benchmark, middle, say
-from benchmarks.training import CacheRun, TieredRun
+from benchmarks.training import CacheRun, TieredRun, in_turns
 from tiercache import InMemoryCache
 from tiercache.planning.pass_plan import PassPlan
 
@@ -70,7 +69,9 @@ def fewest_rows_read(keys_P: Sequence[NDArray[np.int64]], capacity_V: Sequence[i
         held[rows] = False
         last_use[rows], next_use[rows] = pass_index, pass_index + gaps_P[pass_index % len(rows_P)]
         held[last_use == pass_index - 2] = True
-        _thin_out(held, next_use, capacity // row_bytes)
+        rows, most = np.nonzero(held)[0], capacity // row_bytes
+        if rows.size > most:  # keep those that are needed soonest
+            held[rows[np.argsort(next_use[rows], kind="stable")[most:]]] = False
     return read
 
 
@@ -84,14 +85,6 @@ def _next_gaps(rows_P: Sequence[NDArray[np.int64]], num_rows: int) -> list[NDArr
             distances[pass_index] = coming[rows] - pass_index
         coming[rows] = pass_index
     return distances
-
-
-def _thin_out(held: NDArray[np.bool_], next_use: NDArray[np.int64], most: int) -> None:
-    """Keep the ``most`` rows that are needed soonest."""
-    rows = np.nonzero(held)[0]
-    if rows.size > most:
-        far = np.argsort(next_use[rows], kind="stable")[most:]
-        held[rows[far]] = False
 
 
 GOALS = (
@@ -143,32 +136,33 @@ def measure(demand: Demand, size: disk_case.Size, folder: Path) -> dict[str, Any
         plans = unused.plan(passes=size.passes * size.epochs)
     replay = partial(Replay.of, [plan for plan in plans if plan.epoch == 1], num_passes=size.passes)
     with BareDisk(folder, replay(state_bytes=8 << 20).file_bytes) as disk, windows.open_store(passes, path) as store:
-        width = 0
-        if (
-            demand.target is not None
-        ):  # choose the width so that an epoch in memory takes the disk's seconds over the demand
-            wanted = min(disk.seconds(replay(state_bytes=0)) / demand.target, size.epoch_seconds) / size.epoch_samples
-            width = disk_case.dense_width(size, wanted - _seconds_without_dense(passes, size))
+        width, work = 0, replay(state_bytes=0)
+        if demand.target is not None:
+            # choose the width so that an epoch in memory takes the disk's seconds over the demand
+            wanted = min(disk.seconds(work.reads, work.commits) / demand.target, size.epoch_seconds)
+            sample_seconds = wanted / size.epoch_samples - _seconds_without_dense(passes, size)
+            width = disk_case.dense_width(size, sample_seconds)
         say(f"dense width {width}: first epochs")
         device, step_of = CPU, partial(disk_case.trainer_of, width=width, light=True)
         cache = InMemoryCache(passes)
         memory = CacheRun(cache, step_of(cache), size.batch, device, shuffle=True)
         tiered = TieredRun(passes, store, budgets, step_of, size.batch, device, shuffle=True)
-        seconds: defaultdict[str, list[float]] = defaultdict(list)
+        seconds: dict[str, list[float]] = {"bare": [], "rests": []}
         try:
             for run in (memory, tiered):
                 run.turn(size.passes)
                 run.train.net.light = False  # type: ignore[attr-defined] # a Trainer
             state_bytes = store.commit.state_bytes if store.commit else 0
             work = replay(state_bytes=state_bytes)
-            for turn in range(size.turns):
+
+            def after(turn: int) -> None:
                 say(f"turn {turn + 1} of {size.turns}")
-                both = [("memory", memory), ("tiered", tiered)]
-                for name, training in both if turn % 2 == 0 else both[::-1]:
-                    seconds[name].append(training.turn(size.turn_passes) * size.passes / size.turn_passes)
                 seconds["rests"].append(tiered.rest_seconds)
                 if turn * BARE_EPOCHS % size.turns < BARE_EPOCHS:
-                    seconds["bare"].append(disk.seconds(work))
+                    seconds["bare"].append(disk.seconds(work.reads, work.commits))
+
+            turns = in_turns(size.turns, size.turn_passes, memory, tiered, after)
+            seconds |= {name: [s * size.passes / size.turn_passes for s in taken] for name, taken in turns.items()}
             tiered.current  # noqa: B018 - the switch after the last turn
             tiered.rest()
             files = {"store_file_bytes": (path / "blocks.bin").stat().st_size, "state_bytes": state_bytes}

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import store_runs as runs
-from benchmarks.disk_raw import BareDisk, Replay, Span, slot_bytes
+from benchmarks.disk_raw import BareDisk, Span, slot_bytes
 from benchmarks.machine import drop_cache, files_below, in_child, middle, of_process, peak_memory
 from benchmarks.store_runs import PASSES, RAW_SLOTS, SEGMENTS, Case, Cycle, Dump, wide
 from tiercache.store import NEVER, SGD, Range, SegmentLayout, Store, Table, Zeros, hash_keys, info, verify
@@ -51,7 +51,7 @@ def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verifica
             dump = cycle.next()
             dumps = [*dumps[1:], dump]
             writes.turn(
-                partial(disk.seconds, Replay([], [dump.writes()], 0), memory=source.view),
+                partial(disk.seconds, commits=[dump.writes()], memory=source.view),
                 partial(run.dump, dump, source),
             )
         figures = writes.figures(engine, "dump") | loads.figures(engine, "load")
@@ -70,7 +70,7 @@ def _loads(
     disk: BareDisk, run: runs.StoreRun, pass_index: int, reads: list[Span], room: runs.HostPages, loads: runs.Seconds
 ) -> None:
     for _ in range(LOADS):
-        loads.turn(partial(disk.seconds, Replay(reads, [], 0), memory=room.view), partial(run.load, pass_index, room))
+        loads.turn(partial(disk.seconds, reads, memory=room.view), partial(run.load, pass_index, room))
 
 
 def measure_wide(case: Case, passes: int, engine: str, folder: Path) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _verification(disk: BareDisk, run: runs.StoreRun, dumps: Sequence[Dump], tur
     room, seconds = runs.HostPages(64 << 20), runs.Seconds()
     figures: dict[str, Any] = {"verify_bytes": sum(span.size for span in spans)}
     for _ in range(turns):
-        seconds.turn(partial(disk.seconds, Replay(spans, [], 0), memory=room.view), partial(_verify, run.path))
+        seconds.turn(partial(disk.seconds, spans, memory=room.view), partial(_verify, run.path))
     begun = time.perf_counter()
     found = info(run.path)
     figures[f"{run.engine}_info_seconds"] = time.perf_counter() - begun

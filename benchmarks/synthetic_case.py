@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 import tiercache as tc
@@ -144,17 +143,15 @@ class Data:
         rng, count = np.random.default_rng((11, index)), self.size.batch * self.size.batches
         features = {
             f"{name}_{length}": FeatureKeys(
-                permuted_power_law(rng, rows, count * length), _offsets(count, length), None
+                permuted_power_law(rng, rows, count * length),
+                None if length == 1 else np.arange(count + 1, dtype=np.int64) * length,
+                None,
             )
             for name, kind, rows in self.kinds()
             for length in kind.lengths
         }
         label = rng.integers(0, 2, count).astype(np.float32)
         return RawBatch(label, rng.standard_normal((count, NUM_NUMERICAL), np.float32), features)
-
-
-def _offsets(count: int, length: int) -> NDArray[np.int64] | None:
-    return None if length == 1 else np.arange(count + 1, dtype=np.int64) * length
 
 
 def dataset(folder: Path, data: Data) -> tc.PassDataset:

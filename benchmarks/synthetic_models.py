@@ -28,6 +28,7 @@ tiers are compared (bits_equal).
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from benchmarks.budgets import Budgets, rows_held
 from benchmarks.device import TrainingDevice, open_device
 from benchmarks.machine import ON_DEVICE, Goal, benchmark, say
 from benchmarks.synthetic_case import DRY, FULL, MODELS, QUICK, TINY, Data, Size, dataset, trainer_of
-from benchmarks.training import CacheRun, TieredRun, Trainer
+from benchmarks.training import CacheRun, TieredRun
 from benchmarks.window import figures_of, open_store, same_rows, warm_window
 
 
@@ -49,12 +50,9 @@ class Benchmark:
         self.passes = dataset(folder, Data(model, size))
         self.window = warm_window(self.passes, size.window_passes)
 
-    def _train_of(self, cache: Any) -> Trainer:
-        return trainer_of(cache, self.model)
-
     def _in_memory(self) -> CacheRun:
         cache = tc.InMemoryCache(self.passes, device=self.device.open())
-        return CacheRun(cache, self._train_of(cache), self.size.batch, self.device)
+        return CacheRun(cache, trainer_of(cache, self.model), self.size.batch, self.device)
 
     def facts(self) -> dict[str, Any]:
         """Return the facts that are known before the runs."""
@@ -91,7 +89,8 @@ class Benchmark:
         path = self.folder / "store.tc" if part == "disk" else None
         budgets = Budgets.least(self.passes) if part == "disk" else Budgets.in_host(self.passes)
         with open_store(self.passes, path) as store:
-            run = TieredRun(self.passes, store, budgets, self._train_of, self.size.batch, self.device)
+            train_of = partial(trainer_of, model=self.model)
+            run = TieredRun(self.passes, store, budgets, train_of, self.size.batch, self.device)
             try:
                 say(f"{part}: the first epoch, then {len(self.window)} warm passes")
                 seconds, steps = run.seconds(self.window)

@@ -239,6 +239,22 @@ class TieredRun(CacheRun):
         self._dropper.shutdown()
 
 
+def in_turns(
+    turns: int, passes: int, memory: CacheRun, tiered: CacheRun, after: Callable[[int], object] = lambda _: None
+) -> dict[str, list[float]]:
+    """Train some passes in memory and over the tiers in turns, in every other turn first over the tiers.
+
+    after: called with the number of each turn. Returns the seconds of each turn, of "memory" and of "tiered".
+    """
+    seconds: dict[str, list[float]] = {"memory": [], "tiered": []}
+    for turn in range(turns):
+        both = [("memory", memory), ("tiered", tiered)]
+        for name, run in both if turn % 2 == 0 else both[::-1]:
+            seconds[name].append(run.turn(passes))
+        after(turn)
+    return seconds
+
+
 def _step_back() -> None:
     """Drop pages only on idle cores."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

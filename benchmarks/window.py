@@ -16,7 +16,7 @@ import numpy as np
 
 import tiercache as tc
 from benchmarks.device import TrainingDevice
-from benchmarks.disk_raw import BareDisk, Replay, Span
+from benchmarks.disk_raw import BareDisk, Span
 from benchmarks.training import TieredRun
 from tiercache.planning.budgets import paged
 from tiercache.reporting.report import PassReport
@@ -48,9 +48,8 @@ def bare_disk_seconds(folder: Path, bytes_read: int, bytes_written: int, commits
     each = paged(-(-max(1, bytes_written) // pieces))
     file_bytes = -(-max(each, 2 * _READ_BYTES) // _READ_BYTES) * _READ_BYTES
     reads = [Span(at % file_bytes, min(_READ_BYTES, bytes_read - at)) for at in range(0, bytes_read, _READ_BYTES)]
-    work = Replay(reads, [[Span(0, each)]] * pieces, file_bytes)
-    with BareDisk(folder, work.file_bytes) as disk:
-        return min(disk.seconds(work) for _ in range(2))
+    with BareDisk(folder, file_bytes) as disk:
+        return min(disk.seconds(reads, [[Span(0, each)]] * pieces) for _ in range(2))
 
 
 def figures_of(
