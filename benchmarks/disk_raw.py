@@ -74,20 +74,20 @@ class Replay:
         return cls(reads, commits, slot * num_passes)
 
 
-def _block_rows(layout: SegmentLayout) -> list[int]:
-    return [layout.bytes_of_block(b) // layout.row_bytes for b in range(layout.num_blocks)]
+def _block_sizes(layout: SegmentLayout) -> list[tuple[int, int]]:
+    """Return the bytes of each block's rows and of its keys."""
+    rows = (layout.bytes_of_block(block) for block in range(layout.num_blocks))
+    return [(num_bytes, num_bytes // layout.row_bytes * KEY_BYTES) for num_bytes in rows]
 
 
 def slot_bytes(layouts: Sequence[SegmentLayout]) -> int:
     """Return the bytes of a dump in the file."""
-    return sum(
-        paged(rows * layout.row_bytes) + paged(rows * KEY_BYTES) for layout in layouts for rows in _block_rows(layout)
-    )
+    return sum(paged(size) for layout in layouts for sizes in _block_sizes(layout) for size in sizes)
 
 
 def reads_of(layout: SegmentLayout, at: int, low: int, high: int) -> list[Span]:
     """Cut pages [low, high) at the ends of blocks; the first block begins at ``at`` and is followed by its keys."""
-    begins = np.cumsum([0] + [paged(n * layout.row_bytes) + paged(n * KEY_BYTES) for n in _block_rows(layout)])
+    begins = np.cumsum([0] + [sum(map(paged, sizes)) for sizes in _block_sizes(layout)])
     spans = []
     while low < high:
         block = layout.block_of_page(low)
@@ -102,11 +102,9 @@ def reads_of(layout: SegmentLayout, at: int, low: int, high: int) -> list[Span]:
 def blocks_of(layouts: Sequence[SegmentLayout], at: int) -> list[Span]:
     """Return the blocks of a dump, each followed by its keys."""
     spans = []
-    for layout in layouts:
-        for rows in _block_rows(layout):
-            for size in (rows * layout.row_bytes, rows * KEY_BYTES):
-                spans.append(Span(at, size))
-                at += paged(size)
+    for size in (size for layout in layouts for sizes in _block_sizes(layout) for size in sizes):
+        spans.append(Span(at, size))
+        at += paged(size)
     return spans
 
 

@@ -42,11 +42,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
 }
 
 
-def rule(optimizer: str, dim: int) -> stepping.Rule:
-    """Return the rule of an optimizer in its third step."""
-    return rule_of(OPTIMIZERS[optimizer], dim, RATE, 3)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
     """The size of the batch and its tables."""
@@ -139,17 +134,11 @@ class Rows:
         return 4 * int(self.words.shape[1])
 
 
-def gradients_of(machine: Machine, size: Size, dim: int) -> stepping.Gradients:
-    """Return the gradient of a lookup of one id per sample and feature."""
-    flat = machine.place(np.full(size.num_entries * dim, 1e-3, np.float32))
-    return stepping.Gradients(flat, size.num_samples, size.num_features * dim, np.arange(size.num_features) * dim)
-
-
 def row_cases(machine: Machine, batch: Batch, dim: int) -> Iterator[Case]:
     """Yield the operations on rows of one dim, float32 first; arrays are freed with the iterator."""
     for dtype in DTYPES:
         rows = Rows.of(machine, batch.size.num_slots, dim, dtype)
-        yield from lookups(machine, batch, rows)
+        yield from _lookups(machine, batch, rows)
         yield from _updates(machine, batch, rows)
         yield from _moves(machine, batch, rows)
         if not rows.tail:
@@ -159,33 +148,27 @@ def row_cases(machine: Machine, batch: Batch, dim: int) -> Iterator[Case]:
 def _updates(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
     size, dim = batch.size, rows.dim
     entries = size.num_entries
-    described = gradients_of(machine, size, dim)
+    flat = machine.place(np.full(entries * dim, 1e-3, np.float32))
+    gradient = stepping.Gradients(flat, size.num_samples, size.num_features * dim, np.arange(size.num_features) * dim)
     held = [{width: machine.empty((size.num_slots, width), np.float32) for width in (dim, 1)} for _ in range(2)]
 
     def sort() -> Any:
         return machine.kernels.sort(batch.skewed, size.num_slots)
 
     def update(rule: stepping.Rule, pairs: Any = None) -> None:
-        taken, states = (
-            sort() if pairs is None else pairs,
-            [one[width] for one, width in zip(held, rule.widths, strict=False)],
-        )
-        machine.kernels.step(stepping.Step(rows.vectors, states, taken, described, rule, rows.rounding))
+        pairs = sort() if pairs is None else pairs
+        states = [one[width] for one, width in zip(held, rule.widths, strict=False)]
+        machine.kernels.step(stepping.Step(rows.vectors, states, pairs, gradient, rule, rows.rounding))
 
     if not rows.tail:
         yield Case("sort", 12 * entries, sort)
     of_stream = 8 if rows.vectors.is_narrow else 0
-    for name in OPTIMIZERS:
-        numbers = rule(name, dim)
-        of_row = 2 * (rows.vector_bytes + 4 * sum(numbers.widths)) + of_stream
+    for name, optimizer in OPTIMIZERS.items():
+        rule = rule_of(optimizer, dim, RATE, 3)  # of the third step
+        of_row = 2 * (rows.vector_bytes + 4 * sum(rule.widths)) + of_stream
         moved = 4 * entries * dim + batch.distinct * of_row
-        alone = functools.partial(update, numbers, sort())
-        yield Case(f"update_{name}{rows.tail}", 8 * entries + moved, alone)
-        yield Case(
-            f"sorted_update_{name}{rows.tail}",
-            4 * entries + moved,
-            functools.partial(update, numbers),
-        )
+        yield Case(f"update_{name}{rows.tail}", 8 * entries + moved, functools.partial(update, rule, sort()))
+        yield Case(f"sorted_update_{name}{rows.tail}", 4 * entries + moved, functools.partial(update, rule))
 
 
 def _moves(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
@@ -241,7 +224,7 @@ def id_cases(machine: Machine, batch: Batch) -> Iterator[Case]:
     yield Case("index_find", 28 * entries, lambda: index.find(keys, starts, tables, place))
 
 
-def lookups(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
+def _lookups(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
     """Yield the lookups of rows, and the gradient of weights."""
     size, dim, vectors = batch.size, rows.dim, rows.vectors
     entries = size.num_entries

@@ -52,6 +52,10 @@ class GpuClock:
         """Copy 256 MiB on the GPU."""
         self._cupy.copyto(self._to, self._from)
 
+    def copy_bytes_per_second(self, samples: int) -> float:
+        """Return the bytes per second that a copy reads and writes."""
+        return 2 * COPY_BYTES / self.times(self.copy, samples).seconds
+
     def times(self, call: Callable[[], Any], samples: int) -> Times:
         call()
         self._cupy.cuda.Device().synchronize()
@@ -101,7 +105,7 @@ class CpuMachine:
 
     def __init__(self) -> None:
         self.kernels = _operations("Cpu")
-        self._copied: tuple[Any, Any] | None = None
+        self._from, self._to = (torch.full((COPY_BYTES // 4,), value) for value in (1.0, 2.0))
 
     def place(self, array: NDArray[Any]) -> Any:
         if array.ndim == 2 and array.dtype == np.float32:
@@ -119,13 +123,10 @@ class CpuMachine:
 
     def copy_bytes_per_second(self, samples: int) -> float:
         """Copy 256 MiB by all threads of torch."""
-        if self._copied is None:
-            self._copied = torch.full((COPY_BYTES // 4,), 1.0), torch.full((COPY_BYTES // 4,), 2.0)
-        source, target = self._copied
-        return 2 * COPY_BYTES / self.times(lambda: target.copy_(source), samples).seconds
+        return 2 * COPY_BYTES / self.times(lambda: self._to.copy_(self._from), samples).seconds
 
 
-class CudaMachine:
+class CudaMachine(GpuClock):
     """GPU 0, on the default stream; time by CUDA events."""
 
     on_device = True
@@ -134,22 +135,14 @@ class CudaMachine:
         device: Any = open_runtime(0).kernels
         self.kernels = _operations("Cuda", device)
         device.prepare()
-        self._cupy = importlib.import_module("cupy")
+        super().__init__(importlib.import_module("cupy"))
         self.name = self._cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-        self._clock = GpuClock(self._cupy)
 
     def place(self, array: NDArray[Any]) -> Any:
         return self._cupy.asarray(array)
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         return self._cupy.zeros(shape, dtype)
-
-    def times(self, call: Callable[[], Any], samples: int) -> Times:
-        return self._clock.times(call, samples)
-
-    def copy_bytes_per_second(self, samples: int) -> float:
-        """Copy 256 MiB on the GPU."""
-        return 2 * COPY_BYTES / self._clock.times(self._clock.copy, samples).seconds
 
 
 class ShimMachine:

@@ -257,15 +257,13 @@ def _facts(
     trained = [r for r in tiered.cache.reports if r.epoch < size.epochs]
     reports = [r for r in trained if r.epoch >= 1]
     state, other = (run.train.net.state_dict() for run in (memory, tiered))  # type: ignore[attr-defined] # Trainers
-    read, optimal = sum(r.rows_read for r in reports), sum(fewest[len(plans) - len(reports) :])
+    counts, optimal = windows.row_counts(reports), sum(fewest[len(plans) - len(reports) :])
+    read = counts["rows_read"]
     return {
         "row_bytes": row_bytes,
-        "rows_read": read,
+        **counts,
         "rows_read_optimal": optimal,
         "rows_read_over_optimal": read / optimal if optimal else 1.0 + read,
-        "rows_needed": sum(r.rows for r in reports),
-        "rows_kept": sum(r.rows_kept for r in reports),
-        "rows_from_host": sum(r.rows_from_host for r in reports),
         "rows_written": sum(r.rows_written for r in reports),
         "planned_equals_measured": all(r.planned_equals_measured for r in trained),
         "bits_equal": windows.same_rows(memory.cache, tiered.cache)

