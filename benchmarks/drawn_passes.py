@@ -18,6 +18,7 @@ import tiercache as tc
 from tests.datasets import raw_batch, write_sub_dataset
 from tiercache.data.manifest import Manifest, SubDatasetRecord
 from tiercache.data.raw_batch import RawBatch
+from tiercache.store.bits import hash_keys
 from tiercache.store.optimizer import Optimizer
 
 ALPHA = 1.05
@@ -33,6 +34,13 @@ def schema_of(dims: Mapping[str, int], optimizer: Optimizer, features: Mapping[s
         label="label", dense=(), tables=tuple(tables),
         features=tuple(tc.Feature(name=name, table=table) for name, table in names.items()),
     )  # fmt: skip
+
+
+def hash_ordered(rows: int, table_id: int) -> NDArray[np.int64]:
+    """Return the keys below ``rows`` in the order of their hashes."""
+    keys = np.arange(rows, dtype=np.int64)
+    ordered: NDArray[np.int64] = keys[np.argsort(hash_keys(keys, table_id))]
+    return ordered
 
 
 def permuted_power_law(rng: np.random.Generator, rows: int, count: int) -> NDArray[np.int64]:

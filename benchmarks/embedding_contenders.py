@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 import tiercache as tc
-from benchmarks.drawn_passes import permuted_power_law
+from benchmarks.drawn_passes import hash_ordered, permuted_power_law
 from benchmarks.machine import seconds_of
 from tiercache.data.block_layout import BlockLayout, IdOrder
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.data.sub_dataset import BlockIds, EncodedBatch, SampleBlock, SampleMemory
-from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.samples import gather_samples
 
 OPTIMIZERS = ("adagrad", "rowwise", "adam")
@@ -111,10 +110,7 @@ RULES = {
 }  # fmt: skip
 
 
-@functools.lru_cache(maxsize=64)
-def _hash_ordered(rows: int, table_id: int) -> NDArray[np.int64]:
-    keys = np.arange(rows, dtype=np.int64)
-    return keys[np.argsort(hash_keys(keys, table_id))]
+_keys_of = functools.lru_cache(maxsize=64)(hash_ordered)
 
 
 class WholeTables:
@@ -139,7 +135,7 @@ class WholeTables:
         return self._rows
 
     def keys(self, table: str) -> NDArray[np.int64]:
-        return _hash_ordered(self._rows, self._tables[table].table_id)
+        return _keys_of(self._rows, self._tables[table].table_id)
 
     def rare_keys(self) -> None:
         """Return None: no keys share a row."""

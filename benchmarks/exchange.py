@@ -35,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 
 import tiercache as tc
-from benchmarks.drawn_passes import permuted_power_law
+from benchmarks.drawn_passes import hash_ordered, permuted_power_law
 from benchmarks.embedding_contenders import Shape
 from benchmarks.machine import Goal, Run, benchmark, middle, python
 from tiercache.dist.communicator import AnyCommunicator, communicator_of
@@ -46,7 +46,6 @@ from tiercache.rows.backends.open_backend import open_backend
 from tiercache.rows.backends.optimizer_step import OptimizerStep
 from tiercache.rows.device import group_rows
 from tiercache.rows.threads import share_threads
-from tiercache.store.bits import hash_keys
 from tiercache.store.sharding import ShardingPlan, TableSharding
 from tiercache.store.table import group_tables
 from tiercache.train.arrivals import Arrival, State
@@ -91,8 +90,7 @@ class Rank:
         self.tables = tuple(sorted(tables, key=lambda table: table.table_id))
         self.groups = group_tables(self.tables)
         self.sharding = ShardingPlan(ranks.size, {table.name: TableSharding("row_wise") for table in self.tables})
-        plain = np.arange(shape.rows, dtype=np.int64)
-        keys = {table.name: plain[np.argsort(hash_keys(plain, table.table_id))] for table in self.tables}
+        keys = {table.name: hash_ordered(shape.rows, table.table_id) for table in self.tables}
         self.owners: Owners = find_owners(self.sharding, 0, self.tables, [self.groups] * ranks.size, keys.__getitem__)
         owned = (self.owners.high_TW - self.owners.low_TW)[:, ranks.rank]
         order = [self.owners.index(table.name) for table in self.groups[0].tables]

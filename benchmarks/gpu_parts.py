@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -306,13 +305,12 @@ def ncu(device: TrainingDevice, keep: Keep) -> None:
 
 
 def _run(
-    keep: Keep, command: list[str], variables: Mapping[str, str] = MappingProxyType({}), *, tail: str = "",
-    lines: int = 12,
-) -> None:  # fmt: skip
+    keep: Keep, command: list[str], variables: Mapping[str, str] | None = None, *, tail: str = "", lines: int = 12
+) -> None:
     """Run a command from the root; keep its exit status and its last lines."""
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **variables}, check=False, text=True,
+            command, cwd=ROOT, env=os.environ | (variables or {}), check=False, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
     except OSError as error:

@@ -54,7 +54,7 @@ from tiercache.planning.plan_file import TrainingPlan
 from tiercache.store.segment import Segment
 
 TABLE, DIM = "items", 128
-WATCHED = ("RssAnon", "RssShmem", "RssFile", "VmData")
+WATCHED = ("Resident", "RssFile", "VmData")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,7 @@ class Child(NamedTuple):
 
 def watched(work: Mapping[str, Any], ended: int = 0) -> Child:
     """Train in a child process and watch its memory. Raises RuntimeError if it does not end as expected."""
-    peaks = dict.fromkeys((*WATCHED, "Resident"), 0)
+    peaks = dict.fromkeys(WATCHED, 0)
 
     def watch(process: int) -> None:
         seen = of_process("status", process)

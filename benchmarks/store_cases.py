@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from benchmarks import store_runs as runs
 from benchmarks.disk_raw import BareDisk, Span, slot_bytes
+from benchmarks.drawn_passes import hash_ordered
 from benchmarks.machine import drop_cache, files_below, in_child, middle, of_process, peak_memory
 from benchmarks.store_runs import PASSES, RAW_SLOTS, SEGMENTS, Case, Cycle, Dump, wide
-from tiercache.store import NEVER, SGD, Range, SegmentLayout, Store, Table, Zeros, hash_keys, info, verify
+from tiercache.store import NEVER, SGD, Range, SegmentLayout, Store, Table, Zeros, info, verify
 from tiercache.store.row_codec import blocks_of
 from tiercache.store.segment import base_layout
 
@@ -100,15 +101,10 @@ def measure_wide(case: Case, passes: int, engine: str, folder: Path) -> dict[str
 def measure_heap(engine: str, case: Case, num_bytes: int, folder: Path) -> dict[str, Any]:
     """Return the peak growth of memory while one dump is appended, with all its blocks from the same buffer."""
     rows, source = num_bytes // case.row_bytes, runs.HostPages(case.budget.block)
-    keys = np.arange(max(1, case.budget.block // case.row_bytes), dtype=np.int64)
-    layout = case.layout([(1, rows)])
+    keys, layout = np.arange(rows, dtype=np.int64), case.layout([(1, rows)])
     run = runs.StoreRun(engine, case, folder / f"{engine}-heap.tc")
-    blocks = (
-        (0, block, source.data[: int(size)], keys[: int(size) // case.row_bytes])
-        for block, size in ((b, layout.bytes_of_block(b)) for b in range(layout.num_blocks))
-    )
     with peak_memory() as peak:
-        run.store.append(0, [layout], blocks, stable=True)
+        runs.append(run.store, 0, layout, keys, source.data, stable=True)
         runs.publish(run.store, 1)
     run.store.close()
     shutil.rmtree(run.path)
@@ -161,8 +157,7 @@ def measure_reads(engine: str, rows: int, folder: Path) -> dict[str, Any]:
 
 def _write(path: Path, engine: str, rows: int) -> int:
     """Write rows that no pass needs, in one run, and return a key from their middle."""
-    keys = np.arange(rows, dtype=np.int64)
-    keys = keys[np.argsort(hash_keys(keys, TABLE.table_id))]
+    keys = hash_ordered(rows, TABLE.table_id)
 
     def chunks() -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         for first in range(0, rows, CHUNK_ROWS):

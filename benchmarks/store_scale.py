@@ -23,9 +23,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.drawn_passes import hash_ordered
 from benchmarks.machine import Goal, benchmark, middle, say, seconds_of
 from benchmarks.store_runs import append, opened_bytes, publish
-from tiercache.store import NEVER, SGD, Cursor, MemoryEngine, Range, SegmentLayout, Store, Table, Zeros, hash_keys
+from tiercache.store import NEVER, SGD, Cursor, MemoryEngine, Range, SegmentLayout, Store, Table, Zeros
 from tiercache.store import rewrite as rewriting
 from tiercache.store.bits import keys_of
 from tiercache.store.commit import STATE_CHUNK_BYTES, Commit, RankList, State, head_of
@@ -237,8 +238,7 @@ def rewrite_writes(folder: Path, rows: int, num_passes: int) -> dict[str, float]
     """Return the writes to temporary files while rows enter a schedule, and their bytes."""
     say(f"{rows:,} rows enter a schedule of {num_passes} passes")
     table = Table(name="rows", dim=64, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
-    keys = np.arange(rows, dtype=np.int64)
-    keys = keys[np.argsort(hash_keys(keys, table.table_id))]
+    keys = hash_ordered(rows, table.table_id)
     layout = SegmentLayout.of(
         [Range(NEVER, (rows,))], row_bytes=table.row_bytes, page_rows=64, block_bytes=table.row_bytes << 12
     )
