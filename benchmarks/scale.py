@@ -199,6 +199,7 @@ class Benchmark:
         different = self.different_rows()
         if self.size.limit_bytes:  # at small sizes it would take longer than the training
             in_memory.append(self.in_memory())
+        dense_equal = whole.found["dense_digest"] == resumed.found["dense_digest"]
         peaks = [child.peaks for child in (whole, killed, resumed)]
         data, peak, of_files = (max(seen[name] for seen in peaks) for name in ("VmData", "Resident", "RssFile"))
         return {
@@ -218,8 +219,7 @@ class Benchmark:
             "throughput_ratio": len(in_memory) * whole.found["samples_per_second"] / sum(in_memory),
             **self.lookups(resumed),
             "rows_different": different,
-            "dense_equal": whole.found["dense_digest"] == resumed.found["dense_digest"],
-            "bits_equal": different == 0 and whole.found["dense_digest"] == resumed.found["dense_digest"],
+            "dense_equal": dense_equal, "bits_equal": different == 0 and dense_equal,
         }  # fmt: skip
 
     def constant(self) -> int:
@@ -251,7 +251,6 @@ class Benchmark:
             "--measure", "--quiet", "--device-budget", device, "--host-budget", host,
             "--samples-per-second", f"{samples_per_second:.0f}",
         )  # fmt: skip
-
         budgets = TrainingPlan.from_toml(self.plan.read_text(), self.plan.name).budgets
         return budgets.device, budgets.host
 

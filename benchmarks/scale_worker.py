@@ -29,8 +29,8 @@ def train(work: dict[str, Any]) -> dict[str, Any]:
     """
     limit = work.get("limit")
     if limit is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # before anything is loaded
-    import torch
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # counts what is loaded already, too
+    import torch  # not by the process that looks up keys
 
     import tiercache as tc
     from benchmarks.disk_case import trainer_of
@@ -42,11 +42,6 @@ def train(work: dict[str, Any]) -> dict[str, Any]:
         if store is None
         else tc.TierCache(store, dataset, plan=work["plan"], device="cpu", progress=False)
     )
-
-    def forget() -> None:
-        """Drop all cached file pages, which are outside the memory limit."""
-        for folder in (work["store"], work["dataset"]):
-            drop_cache(Path(folder))
 
     asker = Asker(work) if work.get("lookups") else None
     step = trainer_of(cache, work["width"])
@@ -62,8 +57,9 @@ def train(work: dict[str, Any]) -> dict[str, Any]:
                 samples[p.epoch] = samples.get(p.epoch, 0) + len(batch)
                 if p.index == work.get("die_in_pass") and p.samples_done >= p.num_samples // 2:
                     os.kill(os.getpid(), signal.SIGKILL)
-            if store is not None:
-                dropper.submit(forget)
+            if store is not None:  # file pages are outside the memory limit
+                for folder in (store, work["dataset"]):
+                    dropper.submit(drop_cache, Path(folder))
         ended = time.perf_counter()
     last = max(begun)
     found = {
