@@ -11,6 +11,7 @@ limit.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import shutil
 import time
@@ -64,26 +65,23 @@ def schema_of(kind: str) -> tc.Schema:
     )
 
 
-def duckdb_seconds(path: Path, kind: str) -> tuple[float, int]:
+def _duckdb_groups(duckdb: Any, path: Path, column: str) -> int:
+    query = f"SELECT {column} AS k, count(*) AS n FROM read_parquet('{path}') GROUP BY k"
+    return int(duckdb.sql(query).to_arrow_table().num_rows)
+
+
+def _polars_groups(polars: Any, path: Path, column: str) -> int:
+    return int(polars.scan_parquet(path).group_by(column).agg(polars.len()).collect().height)
+
+
+PEERS = {"duckdb": _duckdb_groups, "polars": _polars_groups}
+
+
+def peer_seconds(name: str, path: Path, kind: str) -> tuple[float, int]:
     """Group each column by value and count; return seconds and groups."""
-    import duckdb
-
-    connection = duckdb.connect()
-    began, groups = time.perf_counter(), 0
-    for c in range(COLUMNS):
-        column = f"{kind}{c}"
-        query = f"SELECT {column} AS k, count(*) AS n FROM read_parquet('{path}') GROUP BY k"
-        groups += connection.sql(query).to_arrow_table().num_rows
-    return time.perf_counter() - began, groups
-
-
-def polars_seconds(path: Path, kind: str) -> tuple[float, int]:
-    """Group each column by value and count; return seconds and groups."""
-    import polars as pl
-
-    began, groups = time.perf_counter(), 0
-    for c in range(COLUMNS):
-        groups += pl.scan_parquet(path).group_by(f"{kind}{c}").agg(pl.len()).collect().height
+    peer = importlib.import_module(name)
+    began = time.perf_counter()
+    groups = sum(PEERS[name](peer, path, f"{kind}{c}") for c in range(COLUMNS))
     return time.perf_counter() - began, groups
 
 
@@ -102,10 +100,9 @@ def measure(path: Path, rows: int, folder: Path, repeats: int) -> dict[str, Any]
     """Measure everything; the best of alternating repeats."""
     runs: dict[str, Callable[[], tuple[float, int]]] = {}
     for kind in "is":
-        if importlib.util.find_spec("duckdb") is not None:
-            runs[f"duckdb_{kind}"] = partial(duckdb_seconds, path, kind)
-        if importlib.util.find_spec("polars") is not None:
-            runs[f"polars_{kind}"] = partial(polars_seconds, path, kind)
+        for name in PEERS:
+            if importlib.util.find_spec(name) is not None:
+                runs[f"{name}_{kind}"] = partial(peer_seconds, name, path, kind)
         runs[f"keysets_{kind}"] = partial(our_seconds, path, kind, folder, samples=False)
     runs["dataset_i"] = partial(our_seconds, path, "i", folder, samples=True)
     for passes in (21, 165):
@@ -119,9 +116,9 @@ def measure(path: Path, rows: int, folder: Path, repeats: int) -> dict[str, Any]
             took, keys[name] = run()
             seconds[name] = min(took, seconds.get(name, took))
     for kind in "is":
-        found = {keys[name] for name in keys if name in {f"{who}_{kind}" for who in ("duckdb", "polars", "keysets")}}
+        found = {keys[name] for name in keys if name in {f"{who}_{kind}" for who in (*PEERS, "keysets")}}
         assert len(found) == 1, keys
-    fastest = {k: min(seconds[f"{who}_{k}"] for who in ("duckdb", "polars") if f"{who}_{k}" in seconds) for k in "is"}
+    fastest = {k: min(seconds[f"{who}_{k}"] for who in PEERS if f"{who}_{k}" in seconds) for k in "is"}
     return {f"{name}_seconds": value for name, value in seconds.items()} | {
         "rows": rows,
         "keyset_speed_vs_fastest": fastest["i"] / seconds["keysets_i"],
