@@ -1,4 +1,4 @@
-"""Sizes in bytes and counts, as text."""
+"""Sizes in bytes, counts and names, as text."""
 
 from __future__ import annotations
 
@@ -66,3 +66,8 @@ def option_bytes(num_bytes: int) -> str:
         if num_bytes % (1 << power) == 0:
             return f"{num_bytes >> power}{unit}"
     return str(num_bytes)
+
+
+def printable(text: str) -> str:
+    """Return text with all control characters but line breaks as Python's escapes."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.cli.command import error_of, run
-from tiercache.cli.output import Output, new_table, printable
+import tiercache as tc
+from tests.cli.command import error_of, invoke, run
+from tests.io.cases import filled, random_rows
+from tiercache.cli.output import Output, new_table
+from tiercache.sizes import printable
 
 HOSTILE = {
     "window title": "\x1b]0;owned\x07",
@@ -55,6 +58,27 @@ def test_texts_and_tables_of_commands_are_escaped(capsys: pytest.CaptureFixture[
     assert "\x1b" not in found
     assert "\x07" not in found
     assert found.count(r"\x1b]0;owned\x07[b]") == 7
+
+
+def test_paths_that_commands_report_are_escaped(tmp_path: Path) -> None:
+    folder = tmp_path / HOSTILE["window title"]
+    folder.mkdir()
+    (folder / "s.toml").write_text('[label]\ncolumn = "y"\n[features.a]\n')
+    (folder / "x.csv").write_text("y,a\n0,1\n")
+    options = "--schema", folder / "s.toml", "--out", folder / "out", "--device-budget", "1MiB"
+    tables = tc.Schema.load(folder / "s.toml").tables
+    filled(folder / "s.tc", tables, random_rows(tables, [3])).close()
+    extracted = invoke("extract", folder / "x.csv", *options)
+    reorganized = invoke("reorganize", folder / "s.tc", folder / "out")
+    (damaged,) = (folder / "out").glob("pass-*")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    verified = invoke("verify", folder / "out")
+    sizes = "--rows", "1e10", "--samples", "1e11", "--passes", "200", "--disk-gbps", "2"
+    estimated = invoke("estimate", *sizes, "--store", folder)
+    for ended, code in ((extracted, 0), (reorganized, 0), (verified, 1), (estimated, 0)):
+        assert ended.exit_code == code, ended.output
+        assert ended.stderr
+        assert "\x1b" not in ended.output
 
 
 def test_the_help_of_extract_shows_sections_in_brackets() -> None:

@@ -20,8 +20,9 @@ from tiercache.cli import (
     store_commands,
     transfer,
 )
-from tiercache.cli.output import expanding_home, printable
+from tiercache.cli.output import expanding_home
 from tiercache.errors import CudaError, StoreError, TierCacheError
+from tiercache.sizes import printable
 
 
 class _Commands(TyperGroup):

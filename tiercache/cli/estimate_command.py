@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tiercache.cli.output import Json, Output, Quiet, new_table
+from tiercache.sizes import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,7 +77,7 @@ def estimate(
     output = Output(as_json, quiet)
     output.result(found.to_record(), show)
     for warning in () if quiet else found.warnings:
-        typer.echo(f"warning: {warning}", err=True)
+        typer.echo(printable(f"warning: {warning}"), err=True)
 
 
 def _tables(

@@ -10,7 +10,7 @@ import typer
 
 from tiercache.cli import dataset_info
 from tiercache.cli.output import AnyPath, Json, Output, Quiet, kind_of, new_table, open_store
-from tiercache.sizes import format_bytes
+from tiercache.sizes import format_bytes, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -193,7 +193,7 @@ def verify(
             read = format_bytes(sum(report["checkpoints"].values()))
             text += f"; so are {read} of the checkpoints that {', '.join(report['checkpoints'])} started from"
     for problem in report["problems"]:
-        typer.echo(f"error: {problem}", err=True)
+        typer.echo(printable(f"error: {problem}"), err=True)
     if as_json or not report["problems"]:
         output.result(report, text)
     if report["problems"]:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from tiercache.sizes import printable
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -27,11 +29,6 @@ AnyPath = Annotated[Path, typer.Argument(help="The directory of a store or a dat
 StorePath = Annotated[Path, typer.Argument(help="The directory of the store.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
-
-
-def printable(text: str) -> str:
-    """Return text with all control characters but line breaks as Python's escapes."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def expanding_home(command: Callable[..., None]) -> Callable[..., None]:

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from tiercache.sizes import printable
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -70,7 +72,8 @@ class ProgressReporter:
         if self._call is not None:
             self._call(ExtractionProgress("done", samples, self.passes, self._total, self._total, seconds))
         elif self._is_shown:
-            print(f"{what}, {seconds:.1f} s" + ("; " + bad_rows if bad_rows else ""), file=sys.stderr)  # noqa: T201
+            text = f"{what}, {seconds:.1f} s" + ("; " + bad_rows if bad_rows else "")
+            print(printable(text), file=sys.stderr)  # noqa: T201
 
     def close(self) -> None:
         """Remove the bar."""

@@ -19,7 +19,7 @@ from tiercache.planning.schedule import Schedule, order_rule
 from tiercache.planning.store_plan import ReorganizePlan
 from tiercache.reporting.progress import prepare_kernels, rewrite_bars
 from tiercache.rows.prefetch import initial_vectors
-from tiercache.sizes import format_bytes, parse_bytes
+from tiercache.sizes import format_bytes, parse_bytes, printable
 from tiercache.store import Cursor
 from tiercache.store.bulk_load import load_sorted
 from tiercache.store.inspect import file_bytes_of
@@ -96,8 +96,10 @@ def reorganize(
             "to train only new files, extract them into a separate dataset"
         )  # fmt: skip
         Console(stderr=True).print(
-            f"reorganizing {store.label} for {passes.path}: at most {format_bytes(most)} of rows are read, and as many "
-            f"written{again}",
+            printable(
+                f"reorganizing {store.label} for {passes.path}: at most {format_bytes(most)} of rows are read, and as "
+                f"many written{again}"
+            ),
             markup=False,
         )
     with rewrite_bars(sum(rows.values()), shown=shown) as advance:
