@@ -56,6 +56,8 @@ def test_every_optimizer_has_the_bytes_of_its_rows(optimizer: str) -> None:
         (("--samples", "1e6", "--rows", "5", "--table", "a:5:16"), "pass --rows, for one table, or --table for each"),
         (("--samples", "1e6", "--table", "user"), "--table is 'user': expected NAME:ROWS:DIM"),
         (("--samples", "1e6", "--table", "user:1e3:x"), "--table is 'user:1e3:x': expected NAME:ROWS:DIM"),
+        (("--samples", "1e6", "--table", "a:5:16", "--dim", "64"), "--dim and --keys-per-sample are for the table of"),
+        (("--samples", "1e6", "--table", "a:5:16", "--keys-per-sample", "1"), "write them in --table: NAME:ROWS:DIM"),
         (("--samples", "many", "--rows", "5"), "--samples is 'many': expected a number, such as 2e9"),
         (("--samples", "-1e6", "--rows", "5"), "samples is -1000000.0: expected a whole number of at least 1"),
         (("--samples", "1e6", "--rows", "5", "--dim", "0"), "dim of table 'table' is 0"),

@@ -260,6 +260,13 @@ def test_the_rows_of_texts_and_crosses_are_shown(dataset: tc.PassDataset, tmp_pa
     assert few["key"] == tc.key_of("bob", num_buckets=7)
     (few,) = told("lookup", tmp_path / "s.tc", "few_id", "17", "--num-buckets", 7)
     assert few["key"] == tc.key_of(17, num_buckets=7)
+    (tmp_path / "ids.txt").write_text("17\n")
+    with_file = "lookup", tmp_path / "s.tc", "few_id", "--keys", tmp_path / "ids.txt"
+    assert told(*with_file, "--num-buckets", 7) == [few]
+    for option in ("--string", "--cross"):
+        assert f"ids.txt has integer keys: omit {option} and write" in error_of(*with_file, option)
+    unsigned = error_of("lookup", tmp_path / "s.tc", "few_id", 1 << 63)
+    assert unsigned.endswith(f"to 2**63 - 1; the key of {1 << 63} in a uint64 column is {-(1 << 63)}")
     assert "bob x 5" in run("lookup", tmp_path / "s.tc", "user_hour", "--cross", "bob", "5")
     gone = error_of("lookup", tmp_path / "s.tc", "user", "--string", "bob", "eve")
     assert "table 'user' of the store" in gone

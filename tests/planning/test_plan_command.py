@@ -41,6 +41,8 @@ def test_a_trial_says_how_fast_a_model_trains_and_leaves_nothing(tmp_path: Path)
     (tmp_path / "disk").mkdir()
     record = told("plan", data.path, "--store", tmp_path / "disk" / "s", "--trial")
     assert record["plan"]["machine"]["samples"] > 0
+    both = "plan", data.path, "--trial", "--samples-per-second", "5"
+    assert "pass either --samples-per-second or --trial" in error_of(*both)
     assert not list((tmp_path / "disk").iterdir())
 
 

@@ -21,8 +21,10 @@ _PARTS = "NAME:ROWS:DIM or NAME:ROWS:DIM:KEYS, such as user:2e9:64 or tag:1e6:16
 def estimate(
     samples: Annotated[str, typer.Option(help="Samples of an epoch, such as 4e9.")],
     rows: Annotated[str | None, typer.Option(help="Distinct keys, if there is one table.")] = None,
-    dim: Annotated[int, typer.Option(help="Numbers per vector, if there is one table.")] = 16,
-    keys_per_sample: Annotated[float, typer.Option(help="Keys that a sample looks up, if there is one table.")] = 1,
+    dim: Annotated[int | None, typer.Option(help="Numbers per vector, with --rows; default: 16.")] = None,
+    keys_per_sample: Annotated[
+        float | None, typer.Option(help="Keys that a sample looks up, with --rows; default: 1.")
+    ] = None,
     table: Annotated[list[str] | None, typer.Option(help=f"Instead of --rows, for each table: {_PARTS}.")] = None,
     optimizer: Annotated[str, typer.Option(help="Row optimizer, as in a schema.")] = "adagrad",
     dtype: Annotated[str, typer.Option(help="dtype of vectors: float32, bfloat16 or float16.")] = "float32",
@@ -81,7 +83,7 @@ def estimate(
 
 
 def _tables(
-    texts: list[str], rows: str | None, dim: int, keys: float, optimizer: str, dtype: str
+    texts: list[str], rows: str | None, dim: int | None, keys: float | None, optimizer: str, dtype: str
 ) -> tuple[list[Table], dict[str, float], dict[str, float]]:
     """Return the tables and, by name, their rows and keys per sample. Raises ValueError."""
     from tiercache.store import Table
@@ -89,6 +91,9 @@ def _tables(
 
     if (rows is None) == (not texts):
         raise ValueError(f"pass --rows, for one table, or --table for each: {_PARTS}")
+    if texts and (dim is not None or keys is not None):
+        raise ValueError(f"--dim and --keys-per-sample are for the table of --rows: write them in --table: {_PARTS}")
+    dim, keys = 16 if dim is None else dim, 1.0 if keys is None else keys
     parts = [("table", rows, dim, keys)] if rows is not None else [_split(text) for text in texts]
     step = optimizer_from_record({"kind": optimizer})
     tables = [Table(name=name, dim=width, optimizer=step, dtype=dtype) for name, _, width, _ in parts]

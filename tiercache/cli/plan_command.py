@@ -67,6 +67,8 @@ def plan(
     from tiercache.store.locks import MARKER
     from tiercache.store.opening import newest_record
 
+    if trial and samples_per_second is not None:
+        raise ValueError("pass either --samples-per-second or --trial, which measures it")
     if trial:
         from tiercache.train.trial import samples_per_second as tried
 

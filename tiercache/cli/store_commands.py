@@ -158,15 +158,24 @@ def lookup(
     """Show the rows of keys: the vector and every optimizer state."""
     import numpy as np
 
+    from tiercache.data.encode import key_of
     from tiercache.io.key_file import read_keys
     from tiercache.store import KeyMissingError
 
     if string and cross:
         raise ValueError("pass either --string or --cross: the values of a cross can be strings")
+    if keys_file is not None and (string or cross):
+        raise ValueError(
+            f"{keys_file} has integer keys: omit {'--string' if string else '--cross'} and write those of tc.key_of to "
+            "the file, or pass the values as arguments"
+        )
     texts, lookup_keys = _keys(keys or [], num_buckets, string=string, cross=cross)
     if keys_file is not None:
         stored = read_keys(keys_file)
-        lookup_keys, texts = np.concatenate([lookup_keys, stored]), [*texts, *map(str, stored.tolist())]
+        texts += map(str, stored.tolist())
+        if num_buckets:
+            stored = np.array([key_of(key, num_buckets=num_buckets) for key in stored.tolist()], np.int64)
+        lookup_keys = np.concatenate([lookup_keys, stored])
     if not lookup_keys.size:
         raise ValueError("no key to look up: pass keys, or a file of them with --keys")
     output = Output(as_json, quiet)
@@ -268,7 +277,8 @@ def _keys(
         if key is None:
             raise ValueError(f"{text!r} is not an integer key: pass --string to look up a string")
         if not -(1 << 63) <= key < 1 << 63:
-            raise ValueError(f"key {key} does not fit in int64: pass keys from -2**63 to 2**63 - 1")
+            unsigned = f"; the key of {key} in a uint64 column is {key - (1 << 64)}" if 0 < key < 1 << 64 else ""
+            raise ValueError(f"key {key} does not fit in int64: pass keys from -2**63 to 2**63 - 1{unsigned}")
         keys.append(key_of(key, num_buckets=num_buckets) if num_buckets else key)
     return list(texts), np.array(keys, dtype=np.int64)
 
