@@ -116,6 +116,9 @@ def test_truncated_and_empty_files_are_named(tmp_path: Path, name: str) -> None:
         ("a,y\n1,0\n2,nan\n", r"x.csv, row 1, column 'y': it is (null|nan), but a label"),
         ("a,y,a\n1,0,2\n", r"x.csv has 2 columns 'a': name each column once"),
         ("a,z\n1,0\n", r"x.csv has no column 'y'"),
+        ("a , y\n1,0\n", r"x.csv has no column 'y': its first line has ' y': remove the spaces"),
+        ('"a", "y"\n1,0\n', "x.csv has no column 'y': its first line has ' \"y\"': remove the spaces"),
+        ("a\0b,y\n1,0\n", r"x.csv begins with zero bytes between others"),
         ("a,y\n1,0\n1.5,0\n", r"x.csv, row 1, column 'a': it is 1.5, but feature 'a' needs integers"),
     ],
 )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
+import lzma
 import re
+import zipfile
 from typing import TYPE_CHECKING, Any
 
 import duckdb
@@ -14,6 +17,7 @@ import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pyarrow.csv as pacsv
+import pyarrow.feather as pafeather
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -325,6 +329,24 @@ def test_text_in_another_encoding_is_named(tmp_path: Path, encoding: str) -> Non
     (tmp_path / "x.csv").write_bytes("u,y\n1,0\n".encode(encoding))
     with pytest.raises(SourceError, match=r"x.csv is text in UTF-.*expected UTF-8: convert it"):
         keys_of(tmp_path / "x.csv", feature("integer"))
+
+
+@pytest.mark.parametrize("content", ["gzip", "zstd", "xz", "ZIP", "Parquet", "Arrow"])
+def test_a_binary_file_that_is_named_like_text_is_no_text_in_utf_16(tmp_path: Path, content: str) -> None:
+    path, table = tmp_path / "x.csv", pa.table({"u": [1], "y": [0.0]})
+    if content == "Parquet":
+        pq.write_table(table, path)
+    elif content == "Arrow":
+        pafeather.write_feather(table, path)
+    elif content == "ZIP":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("x.csv", "u,y\n1,0\n")
+    else:
+        text = b"u,y\n1,0\n"
+        zstd = pa.Codec("zstd").compress(text, asbytes=True)
+        path.write_bytes({"gzip": gzip.compress(text), "xz": lzma.compress(text), "zstd": zstd}[content])
+    with pytest.raises(SourceError, match=rf"x.csv is .*{content}.*, expected text in UTF-8: [ulds]"):
+        keys_of(path, feature("integer"))
 
 
 def test_rows_with_empty_fields_behind_the_last_are_padded_rows(tmp_path: Path) -> None:

@@ -33,6 +33,16 @@ _HEX_BYTES = 3 + _MOST_DIGITS
 _CHECKED_TOGETHER = 1 << 14
 _IS_HEX = np.isin(np.arange(256), [*b"0123456789abcdefABCDEF"])
 _BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+_DECOMPRESS = "decompress it"
+_BINARY = {
+    b"\x1f\x8b": ("compressed with gzip", f"{_DECOMPRESS}, or let its name end with .csv.gz or .tsv.gz"),
+    b"\x28\xb5\x2f\xfd": ("compressed with zstd", f"{_DECOMPRESS}, or let its name end with .csv.zst or .tsv.zst"),
+    b"\xfd7zXZ\0": ("compressed with xz", _DECOMPRESS),
+    b"PK\x03\x04": ("a ZIP archive or an Excel workbook", "unpack it, or save the sheet as CSV"),
+    b"PAR1\x15": ("a Parquet file", "let its name end with .parquet, or set its format to parquet"),
+    b"ARROW1\0\0": ("an Arrow IPC file", "let its name end with .arrow, or set its format to ipc"),
+}
+"""First bytes of files that are often named like text, their content and the remedy."""
 
 
 class TextStream(io.RawIOBase):
@@ -71,7 +81,16 @@ class TextStream(io.RawIOBase):
         return self._single(data, size) if len(self._delimiter) > 1 else data
 
     def _check_encoding(self, head: bytes) -> None:
-        found = _BOMS.get(head[:2]) or ("UTF-16 or UTF-32" if b"\0" in head else None)
+        for magic, (content, remedy) in _BINARY.items():
+            if head.startswith(magic):
+                raise SourceError(f"{self._path} is {content}, expected text in UTF-8: {remedy}")
+        num_zeros = head.count(b"\0")
+        if 0 < 4 * num_zeros < len(head) and head[:2] not in _BOMS:
+            raise SourceError(
+                f"{self._path} begins with zero bytes between others, expected text in UTF-8: if it is text in another "
+                "encoding, such as UTF-16, convert it with iconv; else remove them"
+            )
+        found = _BOMS.get(head[:2]) or ("UTF-16 or UTF-32" if num_zeros else None)
         if found is not None:
             raise SourceError(
                 f"{self._path} is text in {found}, expected UTF-8: convert it, for example with "

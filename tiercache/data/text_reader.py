@@ -124,6 +124,11 @@ class TextReader(FileReader):
             return
         with self._open() as stream:
             line = stream.read(_SNIFFED).decode("utf-8", "replace").lstrip("\ufeff").splitlines()[:1]
+        if padded := [name for name in names if name.strip().strip(self._quote or None) == missing[0]]:
+            raise SourceError(
+                f"{self._file.path} has no column {missing[0]!r}: its first line has {padded[0]!r}: remove the spaces "
+                "there, or write this name in the schema"
+            )
         for delimiter in _DELIMITERS:
             names = [name.strip().strip("'\"") for name in "".join(line).split(delimiter)]
             if delimiter != self._delimiter and set(missing) <= set(names):
