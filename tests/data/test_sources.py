@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import sqlite3
 import zipfile
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import polars as pl
 import pyarrow as pa
+import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -185,6 +188,13 @@ def test_a_keyed_jagged_tensor_is_its_features() -> None:
     [
         ([3], "batch 0 is int: expected dicts of arrays"),
         ([(1, 2)], "batch 0 is tuple: .* tuples of as many arrays as"),
+        ([None], "batch 0 is NoneType: expected dicts of arrays"),
+        (pl.LazyFrame({"a": [1], "y": [0.0]}), "batch 0 is LazyFrame: .* data frames in memory"),
+        (pads.dataset(pa.table({"a": [1]})), "or an iterable of batches, such as its to_batches"),
+        (csv.DictReader(io.StringIO("a,y\nxy,10\n")), "column '[ay]': one str instead of the values of all samples"),
+        ([{"a": 1, "y": 0.0}], "column '[ay]': one (int|float) instead of the values of all samples of a batch"),
+        ([{"a": {1: 2}, "y": [0.0]}], "column 'a': one dict instead of"),
+        ([{"a": map(int, "12"), "y": [0.0, 1.0]}], "column 'a': one map instead of"),
         ([{"a": [1, 2], "y": [0.0]}], r"batch 0 has columns of different lengths \(y: 1, a: 2\)"),
         ([{"a": [1], "y": [0.0]}, {"a": ["x"], "y": [0.0]}], "batch 1, column 'a': it holds string"),
         ([{"a": [1 << 64], "y": [0.0]}], "batch 0, column 'a': integers go beyond 64 bits, .*: expected an array"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,6 @@ from pyarrow import types
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from collections.abc import Set as AbstractSet
 
     from numpy.typing import NDArray
 
@@ -44,6 +45,8 @@ def arrow_array(value: Any) -> Any:
         return _of_list(value)
     if isinstance(value, np.ndarray):
         return _of_numpy(value)
+    if isinstance(value, str | bytes | bytearray | Mapping | AbstractSet) or not hasattr(value, "__len__"):
+        raise TypeError(f"one {type(value).__name__} instead of the values of all samples of a batch")
     return pa.array(value)
 
 

@@ -126,6 +126,7 @@ _FORMATS = {
 _NAMED_FORMATS = {"csv": ("csv", ","), "tsv": ("csv", "\t"), "criteo": ("criteo", "\t")}
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_NONE = object()
 _ADVICE = "pass files, folders or patterns such as 'day-*.parquet'"
 
 
@@ -180,9 +181,10 @@ def find_inputs(data: Any, format: str | None = None) -> tuple[InputFile, ...]: 
     try:
         stream = iter(data)
     except TypeError as error:
-        raise SourceError(f"data is {data!r}: {_ADVICE}, or an iterable of batches") from error
-    first = next(stream, None)
-    if first is None:
+        scan = ", such as its to_batches()" if hasattr(data, "to_batches") else ""  # a dataset of pyarrow
+        raise SourceError(f"data is {data!r}: {_ADVICE}, or an iterable of batches{scan}") from error
+    first = next(stream, _NONE)
+    if first is _NONE:
         raise SourceError(f"no files were given: {_ADVICE}, or an iterable of batches")
     if not isinstance(first, str | Path):
         batches = PythonBatches(data, first, stream)

@@ -71,7 +71,7 @@ def named_parts(item: Any, names: Sequence[str]) -> list[tuple[str, Any]] | None
         return [(name, item[name]) for name in item.dtype.names]
     if hasattr(item, "columns") and hasattr(item, "iloc"):  # a data frame of pandas
         return [(str(name), item.iloc[:, place]) for place, name in enumerate(item.columns)]
-    if hasattr(item, "columns") and hasattr(item, "__getitem__"):  # of Polars
+    if hasattr(item, "columns") and hasattr(item, "to_arrow"):  # of Polars; lazy frames and relations have no rows yet
         return [(str(name), item[name]) for name in item.columns]
     if isinstance(item, tuple | list) and len(item) == len(names):
         return list(zip(names, item, strict=True))

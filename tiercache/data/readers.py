@@ -392,8 +392,8 @@ class PythonReader(FileReader):
         named = named_parts(item, self._schema.source.columns)
         if named is None:
             raise SourceError(
-                f"{where} is {type(item).__name__}: expected dicts of arrays, named tuples, data frames, structured "
-                "arrays, KeyedJaggedTensors, or tuples of as many arrays as [source] columns has names"
+                f"{where} is {type(item).__name__}: expected dicts of arrays, named tuples, data frames in memory, "
+                "structured arrays, KeyedJaggedTensors, or tuples of as many arrays as [source] columns has names"
             )
         if is_collated(self._batches.data):
             named = [(name, by_sample(value)) for name, value in named]
