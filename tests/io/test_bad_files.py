@@ -136,8 +136,8 @@ def test_numpy_files_of_other_types_are_refused(tmp_path: Path, exports: Path) -
 @pytest.mark.parametrize(
     ("columns", "sentence"),
     [
-        ({"vector": [[1.0, 2.0]]}, "has no keys of table 'item', only vector: add it"),
-        ({"key": [1]}, "has no vector of table 'item', only keys: add it"),
+        ({"vector": [[1.0, 2.0]]}, "has no column 'key', only 'vector': name the column of keys key"),
+        ({"key": [1]}, "has no column 'vector', only 'key': name"),
         ({"key": pa.array([1], pa.int32()), "vector": [[1.0, 2.0]]}, r"keys in .* are \(1,\) of int32"),
         ({"key": [1], "vector": pa.array([[1.0, 2.0]], pa.list_(pa.float64()))}, "double: .* of float32"),
         ({"key": [1], "vector": pa.array([[1.0] * 3], pa.list_(pa.float32(), 3))}, r"is \(1, 3\) of .*\(1, 2\)"),
@@ -167,7 +167,8 @@ def test_a_state_dict_runs_no_code(tmp_path: Path, exports: Path, monkeypatch: p
     shutil.copytree(exports / "torch", tmp_path / "out")
     path = tmp_path / "out" / "item" / "table.pt"
     for content, sentence in (
-        ({"weight": Bomb()}, "is not a complete state dict of tensors"),
+        ({"weight": Bomb()}, r"more than tensors and plain values \(it names .* was not loaded"),
+        ({"weight": torch.zeros(50, 2), "lr": np.float64(1)}, "it names numpy.* save model.state_dict"),
         ({"bias": torch.zeros(50, 2)}, "holds 'bias': expected the state dict of an embedding"),
         (torch.zeros(50, 2), "holds Tensor"),
         ({"weight": torch.zeros(50, 2, dtype=torch.float16)}, "of float16: .* of float32"),
@@ -185,7 +186,10 @@ def test_a_state_dict_runs_no_code(tmp_path: Path, exports: Path, monkeypatch: p
         initial_state=True,
     )
     path.write_bytes(pickle.dumps({"weight": Bomb()}))
-    refused(tmp_path / "out", tmp_path / "s.tc", "is not a complete state dict of tensors", initial_state=True)
+    refused(tmp_path / "out", tmp_path / "s.tc", "more than tensors and plain values", initial_state=True)
+    path.write_text("a,b\n1,2\n")
+    refused(tmp_path / "out", tmp_path / "s.tc", "is not a file of torch.save: pass one, or the folder")
+    refused(torch.nn.Embedding(5, 2), tmp_path / "s.tc", r"is Embedding, not its tensors: pass its state_dict\(\)")
     assert not (tmp_path / "exploded").exists()
 
 
@@ -298,13 +302,22 @@ def test_names_and_formats_that_would_be_ignored_are_refused(tmp_path: Path, exp
     for source in (arrays, tmp_path / "model.pt"):
         words = r"names \(--map\) has a table 'itm', which is not imported: the tables are 'item'"
         refused(source, store, words, tables=[ITEM], names={"itm": "item"})
-        refused(source, store, "but format is 'hugectr': omit format", tables=[ITEM], format="hugectr")
+        refused(source, store, "but format is 'hugectr': pass the folder", tables=[ITEM], format="hugectr")
         refused(source, store, "unknown format 'pickle'", tables=[ITEM], format="pickle")
     refused(arrays, store, "is in memory, but format is 'torch'", tables=[ITEM], format="torch")
     refused(exports / "numpy", store, r"numpy is a folder, .*: omit names \(--map\)", names={"item": "item"})
     assert not store.exists()
     names = {"item": "weight"}
     tc.import_store(torch_file, store, tables=[ITEM], names=names, format="torch", initial_state=True)
+
+
+def test_a_state_dict_of_torch_before_1_6_is_read(tmp_path: Path) -> None:
+    """It is a pickle and not an archive, so it cannot be mapped."""
+    weight = torch.rand(4, 2)
+    torch.save({"item.weight": weight}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    tc.import_store(tmp_path / "old.pt", tmp_path / "s.tc", tables=[ITEM], initial_state=True)
+    with Store.open(tmp_path / "s.tc", mode="r") as store:
+        assert np.array_equal(store.lookup("item", np.arange(4))["vector"], weight.numpy())
 
 
 def test_masked_keys_and_vectors_are_refused(tmp_path: Path) -> None:

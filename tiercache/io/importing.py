@@ -109,6 +109,8 @@ def import_store(
 
     Raises ImportExportError, StoreFullError, and the errors of ``Store.open``.
     """
+    if hasattr(source, "state_dict"):
+        raise ImportExportError(f"the source is {type(source).__name__}, not its tensors: pass its state_dict()")
     place = "the dict of arrays" if isinstance(source, Mapping) else to_path(source, "what is imported")
     store = store if isinstance(store, Store) else to_path(store, "a store")
     selected = None if tables is None else tuple(tables)
@@ -199,10 +201,10 @@ def _check_format(place: str | Path, format_: str | None) -> None:
     if format_ is not None:
         find_format(format_)
         if format_ != "torch" or isinstance(place, str):
-            what = "in memory" if isinstance(place, str) else "read as a file of torch.save"
+            what = "in memory" if isinstance(place, str) else "one file, which is imported as a state dict"
             raise ImportExportError(
-                f"{place} is {what}, but format is {format_!r}: omit format (--format), or pass the folder that holds "
-                "the files of the tables"
+                f"{place} is {what}, but format is {format_!r}: pass the folder that holds the files of the tables, or "
+                "omit format (--format) for a state dict"
             )
 
 

@@ -41,10 +41,14 @@ def _read(folder: Path, name: str, table: Table) -> TableReader:
     path = folder / f"{name}.parquet"
     widths = {"key": 1, **{field.name: field.width for field in table.fields}}
     with parsing(path, "Parquet file"):
-        names = set(_open(path).schema_arrow.names)
+        names = _open(path).schema_arrow.names
         columns = {name: _column(path, name, width) for name, width in widths.items() if name in names}
-    if "key" in columns:
-        columns["keys"] = columns.pop("key")
+    if missing := [name for name in ("key", "vector") if name not in columns]:
+        raise ImportExportError(
+            f"{path} has no column {missing[0]!r}, only {', '.join(map(repr, names)) or 'none'}: name the column of "
+            "keys key and that of vectors vector"
+        )
+    columns["keys"] = columns.pop("key")
     return TableReader(path, table, columns)
 
 

@@ -6,6 +6,8 @@ has no optimizer state. `load_tensors` reads the state dict of any model.
 
 from __future__ import annotations
 
+import pickle
+import re
 from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import ImportExportError
@@ -68,12 +70,29 @@ FORMAT = Format(
 def load_tensors(path: Path) -> dict[str, Any]:
     """Return the tensors of a state dict by name, mapped; names in nested dicts are joined by dots.
 
-    Only tensors and plain values are loaded, so no code of the file runs. Raises ImportExportError.
+    Only tensors and plain values are loaded, so no code of the file runs. Files of torch before 1.6, which are no
+    archives, are not mapped. Raises ImportExportError.
     """
     import torch
 
     with parsing(path, "state dict of tensors"):
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with path.open("rb") as file:
+            is_pickle = file.read(1) == pickle.PROTO
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=not is_pickle)
+        except pickle.UnpicklingError as error:  # torch advises to load it without weights_only
+            named = re.search(r"GLOBAL ([\w.]+)", str(error))
+            what = f"it names {named[1]}" if named else "it cannot be unpickled"
+            raise ImportExportError(
+                f"{path} has more than tensors and plain values ({what}), so it was not loaded and nothing in it was "
+                "executed: save model.state_dict() alone with torch.save"
+            ) from error
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            raise ImportExportError(
+                f"{path} is not a file of torch.save: pass one, or the folder that holds the files of the tables"
+            ) from error
     if not isinstance(state, dict):
         raise ImportExportError(f"{path} holds {type(state).__name__}: expected a state dict of names and tensors")
     try:
