@@ -122,6 +122,14 @@ def test_a_report_of_other_types_is_refused(tmp_path: Path, changes: dict[str, A
     assert not (tmp_path / "page.html").exists()
 
 
+@pytest.mark.parametrize(
+    ("line", "message"), [("{}", "it has no 'pass_index'"), ("[1]", "it is of type list: expected an object")]
+)
+def test_another_json_value_is_no_report(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "run.jsonl").write_text(line + "\n")
+    assert f"is not a report of a pass ({message}): pass a file" in error_of("report", tmp_path / "run.jsonl")
+
+
 def test_a_report_that_nests_without_end_is_refused(tmp_path: Path) -> None:
     """Python's parser gives up, without a traceback."""
     (tmp_path / "run.jsonl").write_text('{"losses": ' + "[" * 100_000 + "\n")

@@ -187,7 +187,10 @@ def _base(store: Store, table: Table, base: str | os.PathLike[str] | None, tenso
     start = table.initializer if isinstance(table.initializer, Checkpoint) else None
     if start is None:
         if base is None or tensor is None:
-            raise ImportExportError(f"table {table.name!r} does not start from a checkpoint: pass base and tensor")
+            missing = ["base (--overlay)"] * (base is None) + ["tensor (--tensor)"] * (tensor is None)
+            raise ImportExportError(
+                f"table {table.name!r} does not start from a checkpoint: pass {' and '.join(missing)}"
+            )
         start = Checkpoint(path=str(to_path(base, "a checkpoint")), tensor=tensor)
     elif tensor not in {None, start.tensor}:
         raise ImportExportError(

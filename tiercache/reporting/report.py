@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -139,9 +139,14 @@ class PassReport:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> PassReport:
-        """Return the report of a ``record``. Raises TypeError and AttributeError for anything else."""
-        fields = cls.__dataclass_fields__.keys() - {"durable"}
-        known = {name: value for name, value in record.items() if name in fields}
+        """Return the report of a ``record``. Raises TypeError and ValueError for anything else."""
+        if not isinstance(record, dict):
+            raise TypeError(f"it is of type {type(record).__name__}: expected an object")
+        for one in fields(cls):
+            if one.name not in record and one.default is MISSING and one.default_factory is MISSING:
+                raise TypeError(f"it has no {one.name!r}")
+        names = cls.__dataclass_fields__.keys() - {"durable"}
+        known = {name: value for name, value in record.items() if name in names}
         for name, value in known.items():
             kind = str(cls.__dataclass_fields__[name].type)
             if not _is_of(kind, value):
