@@ -91,6 +91,12 @@ class Schema:
         for name in self.open_tables:
             if name not in known:
                 raise ValueError(f"opens the unknown table {name!r}{nearest(name, known)}: name one of its tables")
+        for name in self.csv.types:
+            if name not in self.columns:
+                raise ValueError(
+                    f"has a type in [csv] for the column {name!r}, which it does not read"
+                    f"{nearest(name, set(self.columns))}: name a column of a cross"
+                )
         try:
             group_tables(self.tables)
         except ValueError as error:

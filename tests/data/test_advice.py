@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Sections = dict[str, dict[str, str]]
 """A schema: TOML's spelling of each value, by section and name."""
-_VALUE = r"\"[^\"]*\"|'[^']*'|\{[^}]*\}"
+_VALUE = r"\"[^\"]*\"|'[^']*'|\{[^}]*\}|false"
 _SAID = re.compile(rf"set ((?:\w+ = (?:{_VALUE})(?: and )?)+)(?: in (\[csv\]|\[label\]|the schema)| for the feature)?")
 _DATA = Path(tc.__file__).parent / "data"
 
@@ -87,6 +87,9 @@ CASES = {
     "tabs in a csv": Case(text("u\ty\n1\t0\n"), of_u(), [1]),
     "another delimiter, by the fields": Case(
         text("1;0\n2;1\n"), of_u() | {"source": {"columns": '["u", "y"]'}, "csv": {"header": "false"}}, [1, 2]
+    ),
+    "names of columns of text without a header": Case(
+        text("1,0\n2,1\n"), of_u() | {"source": {"columns": '["u", "y"]'}}, [1, 2]
     ),
     "a lone quote": Case(text('u,y\n"a,0\nb,1\n"c"d,2\n'), of_u(key='"string"'), [KEY('"a'), B, KEY('"c"d')]),
     "a quote that is not closed": Case(text('u,y\n"a,0\nb,1\n'), of_u(key='"string"'), [KEY('"a'), B]),

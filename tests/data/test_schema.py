@@ -53,6 +53,12 @@ table = "airport"
 """
 
 
+def test_a_misspelled_column_of_the_types_of_text_is_refused(tmp_path: Path) -> None:
+    """Its type would be inferred: the strings 007 and 7 would be one integer."""
+    with pytest.raises(SchemaError, match=r"has a type in \[csv\] for the column 'huor', .*mean 'hour'"):
+        load(tmp_path, FULL.replace("types = { hour", "types = { huor"))
+
+
 def load(folder: Path, text: str) -> Schema:
     """Load a schema from a file with ``text``."""
     path = folder / "schema.toml"

@@ -9,6 +9,7 @@ import json
 import lzma
 import re
 import zipfile
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import duckdb
@@ -329,6 +330,16 @@ def test_text_in_another_encoding_is_named(tmp_path: Path, encoding: str) -> Non
     (tmp_path / "x.csv").write_bytes("u,y\n1,0\n".encode(encoding))
     with pytest.raises(SourceError, match=r"x.csv is text in UTF-.*expected UTF-8: convert it"):
         keys_of(tmp_path / "x.csv", feature("integer"))
+
+
+def test_a_file_of_one_line_needs_no_line_break(tmp_path: Path) -> None:
+    """With a header, that one has no rows; without one, it has a row."""
+    (tmp_path / "x.csv").write_text("f1,u,y")
+    assert keys_of(tmp_path / "x.csv", feature("integer")) == []
+    (tmp_path / "y.csv").write_text("7,1")
+    schema = replace(plain_schema(features=(tc.Feature(name="u", columns=("f0",)),)), label="f1")
+    source = Source(find_inputs(tmp_path / "y.csv"), replace(schema, csv=CsvFormat(header=False)))
+    assert [batch.columns.column("f0").to_pylist() for batch in source.batches()] == [[7]]
 
 
 @pytest.mark.parametrize("content", ["gzip", "zstd", "xz", "ZIP", "Parquet", "Arrow"])

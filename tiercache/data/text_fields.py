@@ -71,6 +71,8 @@ class TextStream(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         """Return the next bytes; none at the end."""
         data: bytes = self._source.read(size)
+        if 0 < len(data) < size and data[-1] not in _LINE_ENDS:  # the parser calls one line without an end empty
+            data += self._source.read(size - len(data)) or b"\n"
         if self._is_first:
             self._is_first = False
             self._check_encoding(data[:64])

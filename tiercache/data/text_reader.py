@@ -75,7 +75,8 @@ class TextReader(FileReader):
         if self._is_criteo:
             self._csv = replace(self._csv, header=False, delimiter=file.delimiter, quote="", null_words=("",))
         self._first_row = 2 if self._csv.header else 1  # Arrow's number of row 0
-        names = CRITEO_COLUMNS if self._is_criteo else schema.source.columns
+        self._columns = schema.source.columns
+        names = CRITEO_COLUMNS if self._is_criteo else self._columns
         self._names = None if self._csv.header else list(names) or None
         self._delimiter = self._csv.delimiter or file.delimiter
         self._parsed_delimiter = self._delimiter if len(self._delimiter) == 1 else UNIT_SEPARATOR.decode()
@@ -124,6 +125,11 @@ class TextReader(FileReader):
             return
         with self._open() as stream:
             line = stream.read(_SNIFFED).decode("utf-8", "replace").lstrip("\ufeff").splitlines()[:1]
+        if self._csv.header and set(missing) <= set(self._columns):
+            raise SourceError(
+                f"{self._file.path} has no column {missing[0]!r} in its first line, and [source] columns is for text "
+                "without a header: set header = false in [csv], or correct the line"
+            )
         if padded := [name for name in names if name.strip().strip(self._quote or None) == missing[0]]:
             raise SourceError(
                 f"{self._file.path} has no column {missing[0]!r}: its first line has {padded[0]!r}: remove the spaces "
