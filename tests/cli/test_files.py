@@ -88,6 +88,9 @@ def test_the_state_dict_of_a_model_is_imported_by_the_names_of_its_tensors(tmp_p
     torch.save({"t": torch.full((6, 2), 7.0)}, tmp_path / "newer.pt")
     again = ["import", tmp_path / "newer.pt", tmp_path / "s.tc", "--initial-state"]
     assert "the store has no table 'x': it has" in error_of(*again, "--table", "x")
+    created = error_of("import", tmp_path / "newer.pt", tmp_path / "new.tc", "--table", "t")
+    assert created.endswith("new.tc: a new store with --table needs the settings of --schema")
+    assert "s.tc is a store: export it and import" in error_of("import", tmp_path / "s.tc", tmp_path / "new.tc")
     assert told(*again, "--table", "t")["rows"] == 6
     with Store.open(tmp_path / "s.tc", mode="r") as store:
         assert (store.lookup("t", np.arange(6))["vector"] == 7).all()

@@ -140,6 +140,8 @@ def import_(
     tables = None if schema is None else Schema.load(schema).tables
     if table:
         if tables is None:
+            if not path.exists():
+                raise ValueError(f"nothing at {path}: a new store with --table needs the settings of --schema")
             with Store.open(path, mode="r") as store:
                 tables = store.tables
         known = {one.name: one for one in tables}

@@ -17,6 +17,7 @@ from tiercache.io.staging import file_errors, to_path
 from tiercache.io.torch_format import load_tensors
 from tiercache.store import Store, load_rows
 from tiercache.store.bulk_load import LOAD_BYTES
+from tiercache.store.locks import MARKER
 from tiercache.store.opening import StoreDirectory
 from tiercache.store.scan import chunk_rows_of
 
@@ -137,6 +138,8 @@ def import_store(
                     f"{place} is a folder, whose files are named after their tables: omit names (--map), which choose "
                     "tensors of a state dict"
                 )
+            if (place / MARKER).is_file():
+                raise ImportExportError(f"{place} is a store: export it and import the files, or copy its directory")
             manifest = _find_manifest(place)
             if manifest is None and (format is None or selected is None):
                 missing = ["the format of its files (--format)"] * (format is None)
