@@ -91,6 +91,18 @@ def test_gradients_unscaled_for_an_own_optimizer_first_are_refused(passes: tc.Pa
         loop.close()
 
 
+def test_gradients_unscaled_for_an_own_optimizer_alone_are_refused(passes: tc.PassDataset) -> None:
+    with tc.InMemoryCache(passes) as cache:
+        loop, p, batch, (model, optimizer) = opened(cache)
+        before, scaler = vectors_of(cache, p), GradScaler("cpu", init_scale=8.0)
+        scaler.scale(model(batch).sum()).backward()
+        scaler.unscale_(cache.optimizer.dense[0])
+        with one_sentence(StateError, "by scaler.unscale_", "pass cache.optimizer to the scaler"):
+            optimizer.step()
+        assert np.array_equal(vectors_of(cache, p), before)
+        loop.close()
+
+
 class Pair(torch.nn.Module):
     """Two lookups of one table, whose outputs are combined in many ways."""
 

@@ -278,8 +278,9 @@ class Anchor:
         if written is not None and any(one.is_untouched for one in found) and self._is_rescaled(written):
             raise StateError(
                 f"gradients were changed between backward and step, but not for the rows of {self.tables}, as by "
-                "torch.nn.utils.clip_grad_norm_(model.parameters()), whose norm leaves out the rows of tables: "
-                "clip with cache.clip_grad_norm_(max_norm), and scale the loss instead of gradients"
+                "torch.nn.utils.clip_grad_norm_(model.parameters()), whose norm leaves out the rows of tables, or by "
+                "scaler.unscale_ of your own optimizer: clip with cache.clip_grad_norm_(max_norm), pass "
+                "cache.optimizer to the scaler, and scale the loss instead of gradients"
             )
         if (
             self._exposed is not None
