@@ -62,7 +62,9 @@ def repartition(
     """
     old = passes if isinstance(passes, PassDataset) else PassDataset.open(passes)
     if (device_budget is None) == (rows is None):
-        raise ValueError("pass either device_budget or rows, the limit of each part of a pass")
+        raise ValueError(
+            "pass either device_budget or rows (--device-budget or --rows), the limit of each part of a pass"
+        )
     if batch_multiple is None:
         batch_multiple = int(old.manifest.options.get("batch_multiple", _ALIGN))
     batch_multiple, devices = integer(batch_multiple, "batch_multiple"), integer(devices, "devices")

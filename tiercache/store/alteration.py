@@ -196,7 +196,7 @@ def forget(
     commit = checked_commit(store)
     between_passes(commit, store.label, "rows are forgotten")
     if (keys is None) == (unused_since is None):
-        raise ValueError("pass either keys or unused_since")
+        raise ValueError("pass either keys or unused_since (--keys or --unused-since)")
     unused_since = None if unused_since is None else integer(unused_since, "unused_since")
     if unused_since is not None and unused_since >= commit.id:
         raise ValueError(
