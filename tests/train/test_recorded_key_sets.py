@@ -1,5 +1,6 @@
 """record_key_sets: a loader is run once, and its batches' keys become key sets that fit the device budget."""
 
+import copy
 import random
 import re
 import signal
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -24,6 +26,8 @@ from torch.utils.data import (
 import tiercache as tc
 from tests.crash.told import finish, start
 from tests.files import files_of, flip
+from tests.train.cases import tiered
+from tests.train.loops import descend
 from tests.train.recorded import (
     BATCH,
     BUDGET,
@@ -160,6 +164,34 @@ def test_a_recorded_lookup_returns_what_a_real_one_would_but_for_values(tmp_path
     assert torch.equal(rows[0, 2], rows[1, 0])
     assert (bags != 0).all()
     assert sorted(data.passes[0].keys("rows").tolist()) == [1, 2, 3, 4]  # not those under no_grad
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_keys_that_checkpointing_looks_up_again_are_recorded(tmp_path: Path, use_reentrant: bool) -> None:
+    """Reentrant checkpointing looks them up without gradients, and trains those that backward looks up again."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows, self.top = nn.Embedding(50, 4), nn.Linear(4, 1)
+
+        def forward(self, keys: torch.Tensor) -> torch.Tensor:
+            x = torch.ones(len(keys), 4, requires_grad=True)
+            h = checkpoint(lambda x: x * self.rows(keys), x, use_reentrant=use_reentrant)
+            return self.top(h).sum()  # type: ignore[no-any-return]
+
+    keys, model = torch.arange(3, 11), Checkpointed()
+    theirs, optimizer = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.5)
+    reference = torch.optim.SGD(theirs.parameters(), lr=0.5)
+    tc.convert(model, optimizer=optimizer)
+    data = record(tmp_path / "keys", DataLoader(keys, batch_size=4), model, call=None)  # type: ignore[arg-type]
+    with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
+        for p in cache.passes(epochs=1):
+            for batch in p.loader(keys, batch_size=4):
+                descend(model(batch), cache.optimizer)
+                descend(theirs(batch), reference)
+        made = tc.to_torch(model, cache.store, like=Checkpointed())
+    torch.testing.assert_close(dict(made.state_dict()), dict(theirs.state_dict()))
 
 
 def test_keys_may_be_named_without_running_the_model(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from tiercache.data.dataset_writer import as_keys
 from tiercache.data.raw_batch import FeatureKeys
@@ -26,6 +28,7 @@ from tiercache.train.table_module import check_within, named_table_modules, refu
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
     from numpy.typing import NDArray
     from torch import nn
@@ -152,7 +155,7 @@ class KeyRecorder:
 
     def _look_up(self, name: str, feature: Feature, plain: KeyInput, *, trains: bool, bound: int | None) -> Batch:
         """Record a lookup, with the signature of `PlainKeys.batch`, and return a batch with synthetic rows."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or _is_recomputed():
             self._check(name, feature.table, plain.keys, bound)
             self._lookups.append((feature.table, plain.keys.copy()))
             self._num_samples = max(self._num_samples, plain.num_samples)
@@ -205,3 +208,13 @@ class KeyRecorder:
             check_within(keys, bound, table)
         except IndexError as error:
             raise IndexError(f"{self._batch} in {name!r}: {error}") from None
+
+
+def _is_recomputed() -> bool:
+    """Return whether the caller is in reentrant activation checkpointing, whose backward repeats it with gradients."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+        frame = frame.f_back
+    return False
