@@ -122,6 +122,17 @@ def test_a_model_without_schema_trains_as_torch_trains_it(tmp_path: Path, name: 
     Net().load_state_dict(made.state_dict())
 
 
+def test_a_second_conversion_says_that_nothing_is_left() -> None:
+    """Not that the anchors, which the first one made, may be tables."""
+    model = tc.convert(
+        nn.Sequential(nn.Embedding(ROWS, DIM), nn.Linear(DIM, 1)), optimizer=tc.optim.SGD(learning_rate=1)
+    )
+    with pytest.raises(ValueError, match=r"its embeddings are tiercache's already \(0\): remove this call"):
+        tc.convert(model)
+    with pytest.raises(ValueError, match=r"'0.anchor', which is not a parameter of the model: it has none"):
+        tc.convert(model, parameters=["0.anchor"])
+
+
 def test_tables_are_named_for_their_modules_and_shared_by_a_tied_weight() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

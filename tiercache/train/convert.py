@@ -30,7 +30,13 @@ from tiercache.train.replaceable import (
     warn_of_references,
     weight_of,
 )
-from tiercache.train.table_module import TableModule, refuse_attribute, refuse_tables, table_modules
+from tiercache.train.table_module import (
+    TableModule,
+    named_table_modules,
+    refuse_attribute,
+    refuse_tables,
+    table_modules,
+)
 from tiercache.train.torch_optimizers import (
     as_list,
     as_row_optimizer,
@@ -213,6 +219,12 @@ def _names_of(
             found.setdefault(module, []).append(name)
     if not found and required:
         check_parameters(model)
+        converted = [name or type(one).__name__ for name, one in named_table_modules(model)]
+        if converted and filter_fn is None:
+            raise ValueError(
+                f"the model has nothing to convert, because its embeddings are tiercache's already "
+                f"({', '.join(converted)}): remove this call of tc.convert"
+            )
         raise ValueError("the model has no nn.Embedding and no nn.EmbeddingBag to convert: check filter_fn too")
     return found
 

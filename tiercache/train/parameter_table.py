@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from tiercache.train.embedding import Embedding
 from tiercache.train.replaceable import is_of_torch
-from tiercache.train.table_module import refuse_tables
+from tiercache.train.table_module import TableModule, refuse_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -149,7 +149,8 @@ def table_parameters(model: nn.Module, names: Sequence[str]) -> dict[Any, list[s
     for name in names:
         parent, _, child = name.rpartition(".")
         try:
-            parameter = model.get_submodule(parent)._parameters.get(child)
+            module = model.get_submodule(parent)
+            parameter = None if isinstance(module, TableModule) else module._parameters.get(child)
         except AttributeError:
             parameter = None
         if parameter is None:
@@ -193,6 +194,8 @@ def _candidates(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _matrices(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter, type]]:
     """Yield path, name, parameter and class of module for the parameters (rows, dim) outside torch's own modules."""
     for prefix, module in model.named_modules():
+        if isinstance(module, TableModule):
+            continue  # its parameter is an anchor
         for name, one in module._parameters.items():
             if one is not None and one.ndim == 2 and not is_of_torch(type(module)):
                 yield f"{prefix}.{name}" if prefix else name, name, one, type(module)
