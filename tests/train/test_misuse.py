@@ -1,5 +1,7 @@
 """Calls at the wrong moment and lookups of missing keys raise one clear error, and the store keeps its commit."""
 
+import copy
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -115,6 +117,15 @@ def test_a_step_outside_a_pass_does_nothing(either: Any) -> None:
         loop = either.passes(epochs=2)
         next(loop)
         loop.close()
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_of_the_optimizer_is_refused(either: Any, how: Callable[[object], object]) -> None:
+    """It would step the rows of no cache; its state can be copied."""
+    registered(either, CASE)
+    with one_sentence(TypeError, "cannot be copied or pickled", "cache.optimizer.state_dict()"):
+        how(either.optimizer)
+    how(either.optimizer.state_dict())
 
 
 def test_rates_of_a_whole_group_are_taken(cache: TierCache) -> None:

@@ -222,6 +222,13 @@ class JointOptimizer(torch.optim.Optimizer):
     def state(self, value: object) -> None:
         """Ignore what torch's constructor sets."""
 
+    def __getstate__(self) -> Any:
+        """Raise TypeError: a copy would step the rows of no cache."""
+        raise TypeError(
+            "cache.optimizer cannot be copied or pickled, because it steps the rows of its cache: copy "
+            "cache.optimizer.state_dict()"
+        )
+
     @property
     def defaults(self) -> dict[str, Any]:
         """The settings that all groups have, for schedulers of momentum."""
