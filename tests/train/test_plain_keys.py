@@ -32,6 +32,14 @@ TRANSFORMS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], tuple[str, ...]]
         lambda model, keys: torch.vmap(model)(keys),
         ("keys of 'emb' were looked up inside a transform of torch.func", "pass it the vectors"),
     ),
+    "trace": (
+        lambda model, keys: torch.jit.trace(model, (keys,), check_trace=False),
+        ("keys of 'emb' were looked up while the model was traced or exported", "tc.to_torch"),
+    ),
+    "export": (
+        lambda model, keys: torch.export.export(model, (keys,)),
+        ("keys of 'emb' were looked up while the model was traced or exported", "tc.to_torch"),
+    ),
     "updated parameters": (
         lambda model, keys: torch.func.functional_call(
             model, {name: one - 0.5 for name, one in model.named_parameters()}, (keys,)

@@ -18,7 +18,7 @@ from tiercache.data.dataset_writer import as_keys
 from tiercache.data.raw_batch import FeatureKeys
 from tiercache.errors import KeyNotInPassError, RankError, StateError
 from tiercache.train.raw_samples import RawSamples
-from tiercache.train.table_module import check_within, refuse_reserved, refuse_transform
+from tiercache.train.table_module import check_within, refuse_reserved, refuse_trace, refuse_transform
 from tiercache.values.ids import NoTensor
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def _flat(feature: str, keys: torch.Tensor) -> NDArray[np.int64]:
     if keys.is_nested:
         return np.concatenate([np.empty(0, np.int64), *(_flat(feature, one) for one in keys.unbind())])
     refuse_transform([feature])
+    refuse_trace([feature])
     if keys.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"the keys of feature {feature!r} are {keys.dtype}: expected torch.int64 or torch.int32")
     found = np.ascontiguousarray(as_keys(f"the keys of feature {feature!r}", keys).reshape(-1))

@@ -317,6 +317,15 @@ def refuse_transform(tables: Iterable[str]) -> None:
         )
 
 
+def refuse_trace(tables: Iterable[str]) -> None:
+    """Raise StateError inside torch.jit.trace and torch.export, which would keep the vectors of their example."""
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
+        raise StateError(
+            f"keys of {', '.join(map(repr, tables))} were looked up while the model was traced or exported, but traces "
+            'do not read rows of the cache: trace tc.to_torch(model, store, unseen="zeros") instead'
+        )
+
+
 def refuse_reserved(keys: NDArray[np.int64], where: str, error: type[Exception] = ValueError) -> None:
     """Raise ``error`` for the key of a shared row. where: has the keys, in messages."""
     if keys.size and int(keys.min()) <= NULL_KEY:
