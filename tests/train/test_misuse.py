@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 import tiercache as tc
 from tests.train.cases import Net, open_store, registered, tiered
@@ -126,6 +127,24 @@ def test_a_copy_of_the_optimizer_is_refused(either: Any, how: Callable[[object],
     with one_sentence(TypeError, "cannot be copied or pickled", "cache.optimizer.state_dict()"):
         how(either.optimizer)
     how(either.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_of_a_cache_is_refused(either: Any, how: Callable[[object], object]) -> None:
+    with one_sentence(TypeError, "a cache cannot be copied or pickled", "cache.keep(name)"):
+        how(either)
+
+
+def test_a_module_with_its_cache_as_an_attribute_is_averaged(either: Any) -> None:
+    """As Lightning's callbacks do with a module that returns cache.optimizer."""
+    model, _ = registered(either, CASE)
+    model.cache = either
+    loop = either.passes(epochs=2)
+    batch = next(next(loop).batches(16))
+    average = AveragedModel(model)
+    assert average.module.cache is either
+    with torch.no_grad():
+        assert torch.equal(average(batch), model(batch))
 
 
 def test_rates_of_a_whole_group_are_taken(cache: TierCache) -> None:

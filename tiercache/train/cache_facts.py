@@ -21,6 +21,17 @@ class CacheFacts:
     dataset: PassDataset
     _parts: CacheParts
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the cache itself, for a copy of a module that has it as an attribute. Raises TypeError otherwise."""
+        return self if memo else self.__getstate__()
+
+    def __getstate__(self) -> Any:
+        """Raise TypeError."""
+        raise TypeError(
+            "a cache cannot be copied or pickled, because its rows are on the device and in its store: copy the model, "
+            "or keep a commit with cache.keep(name)"
+        )
+
     @property
     def tables(self) -> tuple[Any, ...]:
         """All tables, whole, in the order of table ids."""
