@@ -109,6 +109,13 @@ def test_batches_and_features_fit_a_line(batch: tc.Batch) -> None:
     assert repr(batch.features["f"]) == "JaggedIds('f' of 16 samples)"
 
 
+def test_a_printed_model_shows_what_its_modules_look_up() -> None:
+    dim = CASE.tables[0].dim
+    assert repr(tc.Embedding(CASE.schema, "f")) == f"Embedding(f({dim}))"
+    assert repr(tc.EmbeddingBag(CASE.schema, "f")) == f"EmbeddingBag(f: mean({dim}))"
+    assert repr(tc.EmbeddingBag(CASE.schema, "f", padding_idx=0)) == f"EmbeddingBag(f: mean({dim}))"
+
+
 def test_a_module_in_training_is_copied_and_pickled(cache: tc.InMemoryCache, batch: tc.Batch) -> None:
     bag = tc.EmbeddingBag(CASE.schema, "f")
     cache.register(bag=bag)

@@ -158,7 +158,7 @@ class EmbeddingBagCollection(TableModule):
     def extra_repr(self) -> str:
         """Describe the lookups."""
         return ", ".join(
-            f"{name}: {self._modes[name]}({dim})" for name, dim in zip(self.features, self.dims, strict=True)
+            f"{name}: {self.mode_of(name)}({dim})" for name, dim in zip(self.features, self.dims, strict=True)
         )
 
 
@@ -193,6 +193,10 @@ class EmbeddingCollection(TableModule):
         context.order = [self.features.index(name) for name in names]
         context.run_backward = RowFunction.run_backward
         return [*outs.values()]
+
+    def extra_repr(self) -> str:
+        """Describe the lookups."""
+        return ", ".join(f"{name}({dim})" for name, dim in zip(self.features, self.dims, strict=True))
 
     def length_of(self, name: str) -> int:
         """Return the number of ids per sample: the fixed length, 0 for a single id, -1 for a ragged list."""
