@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,6 +24,7 @@ from tiercache.errors import DatasetError
 from tiercache.store.bits import hash_keys
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -58,6 +61,19 @@ def test_the_digest_is_about_content(tmp_path: Path, small: PassDataset) -> None
     assert reference(tmp_path / "null", meaning, columns, [0, 100, 300]).digest != small.digest
     trained = replace(schema, tables=tuple(replace(t, optimizer=tc.optim.Adam()) for t in schema.tables))
     assert reference(tmp_path / "adam", trained, columns, [0, 100, 300]).digest == small.digest
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_dataset_goes_to_other_processes(small: PassDataset, copied: Callable[[PassDataset], PassDataset]) -> None:
+    """As the workers of a loader need it that are not forked."""
+    small.passes[0].keys(small.tables[0].name)
+    other = copied(small)
+    assert (other.path, other.digest, other.schema) == (small.path, small.digest, small.schema)
+    for mine, its in zip(small, other, strict=True):
+        for spec in small.tables:
+            np.testing.assert_array_equal(mine.keys(spec.name), its.keys(spec.name))
+        places = np.arange(mine.samples)
+        np.testing.assert_array_equal(mine.read(places).label, its.read(places).label)
 
 
 def test_a_pass_can_be_closed_and_read_again(small: PassDataset) -> None:

@@ -1,11 +1,14 @@
 """Opening a store: missing, foreign and locked ones."""
 
+import copy
 import gc
 import json
 import os
+import pickle
 import signal
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -157,6 +160,15 @@ def test_a_store_is_not_used_across_a_fork(tmp_path: Path) -> None:
     world.check(store, after=1)
     store.close()
     assert verify(tmp_path)["problems"] == []
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_store_goes_to_other_processes_by_its_path(tmp_path: Path, how: Callable[[Store], object]) -> None:
+    with (
+        Store.open(tmp_path / "s", tables=[one()]) as store,
+        pytest.raises(TypeError, match=r"cannot be copied or pickled: pass its path, and open it .* mode='r'"),
+    ):
+        how(store)
 
 
 def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:

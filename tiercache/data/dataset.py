@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tiercache.data.keyset import KeySet, open_key_set
 from tiercache.data.manifest import RARE_KEYS, Manifest, dataset_path
@@ -194,6 +194,10 @@ class PassDataset:
 
     def __len__(self) -> int:
         return len(self.passes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the path and the manifest: another process, such as a loader's worker, maps the files itself."""
+        return PassDataset, (self.path, self.manifest)
 
     def __repr__(self) -> str:
         return f"PassDataset({str(self.path)!r}, {len(self)} sub-datasets, {self.samples:,} samples)"

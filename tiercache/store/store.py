@@ -7,7 +7,7 @@ import weakref
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Never, Self
 
 from tiercache.store.checkpoint import CheckpointRecord, checkpoint_records, checkpoint_tensor
 from tiercache.store.commit import Commit, Cursor, between_passes
@@ -196,6 +196,12 @@ class Store(StoreReads):
             if self._of is None:  # else the owner closes it
                 warn_unclosed(self, self.label)
             self.close()
+
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            f"{self.label} is open in this process and cannot be copied or pickled: pass its path, and open it where "
+            "it is read with Store.open(path, mode='r')"
+        )
 
     def __enter__(self) -> Self:
         return self
