@@ -64,8 +64,9 @@ compiled-tests: $(VENV)/.dev
 checked: $(VENV)/.dev
 	$(MAKE) --no-print-directory --jobs=2 compiled-kernels lint docs compiled-shim compiled-tests
 
+# Three processes for two cores, because tests wait for disks, other processes and ranks.
 test: checked
-	$(BIN)/python -m pytest -n 2 -m "not long" --durations=25
+	$(BIN)/python -m pytest -n 3 -m "not long" --durations=25
 
 test-long: checked
 	$(BIN)/python -m pytest -n 2 --durations=25
