@@ -23,6 +23,7 @@ from torch import nn
 import tiercache as tc
 from benchmarks.drawn_passes import hash_ordered, permuted_power_law
 from benchmarks.machine import seconds_of
+from benchmarks.training import run_backward
 from tiercache.data.block_layout import BlockLayout, IdOrder
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.data.sub_dataset import BlockIds, EncodedBatch, SampleBlock, SampleMemory
@@ -153,7 +154,7 @@ class WholeTables:
 
 
 class Ours:
-    """``out = bag(batch); out.backward(gradient); cache.optimizer.step()``."""
+    """A lookup by one module, backward, and ``cache.optimizer.step()``."""
 
     def __init__(self, shape: Shape, optimizer: str, ids_BFN: NDArray[np.int32], grads: list[Any]) -> None:
         whole = WholeTables(shape, optimizer, ids_BFN)
@@ -167,7 +168,7 @@ class Ours:
 
     def step(self, number: int) -> None:
         out = self._bag(self._batches[number % NUM_BATCHES])
-        out.backward(self._grads[number % len(self._grads)])
+        run_backward([out], self._grads[number % len(self._grads)])
         self._cache.optimizer.step()
 
 
@@ -189,13 +190,13 @@ class TorchBags:
         else:
             ids, cuts = [list(batch) for batch in ids_BFN], [np.split(grad, shape.num_tables, axis=1) for grad in grads]
         self._ids = [[torch.from_numpy(part.astype(np.int64)).to(device) for part in batch] for batch in ids]
-        self._grads = [[torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in cut] for cut in cuts]
+        self._grads = [torch.from_numpy(np.concatenate(cut)).to(device) for cut in cuts]
         self._offsets = torch.arange(self._ids[0][0].numel(), device=device)
 
     def step(self, number: int) -> None:
         ids = self._ids[number % len(self._ids)]
         outs = [bag(mine, self._offsets) for bag, mine in zip(self._bags, ids, strict=True)]
-        torch.autograd.backward(outs, self._grads[number % len(self._grads)])
+        run_backward(outs, self._grads[number % len(self._grads)])
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -258,7 +259,7 @@ class Fbgemm:
 
     def step(self, number: int) -> None:
         out = self._bags(self._ids[number % NUM_BATCHES], self._offsets)
-        out.backward(self._grads[number % len(self._grads)])
+        run_backward([out], self._grads[number % len(self._grads)])
 
 
 class Copy:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice, pairwise
 from typing import Any, cast
@@ -32,6 +32,27 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*hidden, nn.Linear(widths[-1], 1), nn.Flatten(0))
 
 
+class _Layers(torch.autograd.Function):
+    """Layers behind lookups: a number, with a gradient for each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, *outs: torch.Tensor) -> torch.Tensor:
+        ctx.gradient, ctx.sizes = gradient, [len(one) for one in outs]
+        return outs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.gradient.split(ctx.sizes)
+
+
+def run_backward(outs: Sequence[torch.Tensor], gradient: torch.Tensor) -> None:
+    """Run backward with the gradients of the outputs, one below the other, as layers pass them on: as views.
+
+    A cache copies a gradient that the caller of ``out.backward(gradient)`` has.
+    """
+    _Layers.apply(gradient, *outs).backward()  # type: ignore[no-untyped-call]
+
+
 class Trainer:
     """A step of a model that predicts a label: forward, backward, and the optimizers of dense weights and of rows."""
 
@@ -51,14 +72,14 @@ class EmbeddingStep:
     def __init__(self, cache: Any, kind: type[nn.Module] = tc.EmbeddingBagCollection) -> None:
         self._cache, self._module = cache, kind(cache.schema)
         cache.register(**{kind.__name__: self._module})
-        self._gradients: list[torch.Tensor] = []
+        self._gradient = torch.empty(0, 0)
 
     def __call__(self, batch: Any) -> None:
         out = self._module(batch)
         outs = [out] if isinstance(out, torch.Tensor) else list(out.values())
-        if not self._gradients or self._gradients[0].shape != outs[0].shape:
-            self._gradients = [torch.full_like(one, 1e-3) for one in outs]
-        torch.autograd.backward(outs, self._gradients)
+        if len(self._gradient) != sum(map(len, outs)):
+            self._gradient = torch.cat([torch.full_like(one.detach(), 1e-3) for one in outs])
+        run_backward(outs, self._gradient)
         self._cache.optimizer.step()
 
 

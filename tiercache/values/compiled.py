@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from tiercache.values.torch_internals import frame_callback
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +28,7 @@ def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
+        if frame_callback() is None:
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]

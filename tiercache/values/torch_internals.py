@@ -6,6 +6,7 @@ the mark by which the compiler skips a function, and `dist/communicator.py` the 
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,10 @@ below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowADInplaceOrView
 """Return a context in which views are not noted by autograd: each may be changed in place."""
 without_subclasses: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 """Return a context in which subclasses of tensors change no function."""
+frame_callback: Callable[[], Any] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: sys.modules.get("torch._dynamo")
+)
+"""Return something else than None if the compiler may compile functions that are called now."""
 unscale: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
 """Multiply gradients by a GradScaler's inverse scale, and note if any is not finite."""
 
