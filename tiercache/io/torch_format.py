@@ -7,7 +7,6 @@ has no optimizer state. `load_tensors` reads the state dict of any model.
 from __future__ import annotations
 
 import pickle
-import re
 from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import ImportExportError
@@ -75,17 +74,17 @@ def load_tensors(path: Path) -> dict[str, Any]:
     """
     import torch
 
+    from tiercache.values.torch_internals import refused_by
+
     with parsing(path, "state dict of tensors"):
         with path.open("rb") as file:
             is_pickle = file.read(1) == pickle.PROTO
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=not is_pickle)
         except pickle.UnpicklingError as error:  # torch advises to load it without weights_only
-            named = re.search(r"GLOBAL ([\w.]+)", str(error))
-            what = f"it names {named[1]}" if named else "it cannot be unpickled"
             raise ImportExportError(
-                f"{path} has more than tensors and plain values ({what}), so it was not loaded and nothing in it was "
-                "executed: save model.state_dict() alone with torch.save"
+                f"{path} has more than tensors and plain values ({refused_by(error)}), so it was not loaded and "
+                "nothing in it was executed: save model.state_dict() alone with torch.save"
             ) from error
         except RuntimeError as error:
             if "mmap" not in str(error):

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from tiercache.train.anchors import Anchor
 
 
-_LISTED = 2  # references to an object of a list: the list's, and that of the call that counts them
+_ONE = [object()]
+_LISTED = sys.getrefcount(_ONE[0])  # Python's count of references to an object that only a list has
 
 
 class State(Enum):

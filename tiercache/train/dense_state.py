@@ -6,7 +6,6 @@ import hashlib
 import io
 import pickle
 import random
-import re
 import warnings
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from torch import nn
 from tiercache.errors import StateError
 from tiercache.train.joint_optimizer import state_without, with_anchors
 from tiercache.train.table_module import TableModule, anchor_ids
+from tiercache.values.torch_internals import refused_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -389,11 +389,10 @@ def _read(data: bytes) -> Any:
         LookupError,
         AttributeError,
     ) as error:
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"it names {named[1]}" if named else "it cannot be unpickled"
         raise StateError(
-            f"the dense state of the last commit is not only tensors and plain values ({what}), so it was not loaded "
-            "and nothing in it was executed: TierCache writes no such state; restore the store from a source you trust"
+            f"the dense state of the last commit is not only tensors and plain values ({refused_by(error)}), so it was "
+            "not loaded and nothing in it was executed: TierCache writes no such state; restore the store from a "
+            "source you trust"
         ) from error
 
 

@@ -6,6 +6,7 @@ the mark by which the compiler skips a function, and `dist/communicator.py` the 
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,12 @@ def current_stream(device: int) -> int:
 def storage_uses(tensor: torch.Tensor) -> int:
     """Return the number of tensors, this one among them, that use its memory."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # the storage's own object
+
+
+def refused_by(error: Exception) -> str:
+    """Return what an error of ``torch.load(weights_only=True)`` says of a file, in words; its advice is to trust it."""
+    named = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return f"it names {named[1]}" if named else "it cannot be unpickled"
 
 
 def after_backward(call: Callable[[], None]) -> None:
